@@ -1,0 +1,242 @@
+"""ParamBucket: the parameters of a unit that share one collective, and the flat shard that stores them.
+
+[Note: the four buffers of a bucket]
+*flat shard*  this rank's segment of the bucket's GlobalLayout, 1-D, storage dtype. It is the autograd leaf and the
+              all-gather input; the parameters that users hold are views of it.
+*gathered*    all segments end to end, gather dtype: the global buffer itself. A full parameter is a contiguous view of
+              it at its layout offset (for a cut along dim k > 0, a view with dim k moved back from the front).
+*packed*      full gradients at the same offsets, zeros in the gaps, reduce dtype: the reduce-scatter input.
+*grad segment*  this rank's segment of the reduced gradients, storage dtype, in which each ``.grad`` is a view.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fxshard import registry
+from fxshard.cut import Cut
+from fxshard.layout import GlobalLayout, Range
+from fxshard.layout_tensor import LayoutTensor
+from fxshard.mesh import MeshGroups
+
+if TYPE_CHECKING:
+    from fxshard.unit import Unit
+
+
+@dataclass(frozen=True)
+class BucketDtypes:
+    """``storage``: flat shard and ``.grad``; ``gather``: all-gather and full parameters; ``reduce``: reduce-scatter."""
+
+    storage: torch.dtype
+    gather: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass
+class ParamSlot:
+    """One parameter of a bucket: what users hold, how it is cut, and every (module, attribute) that reads it."""
+
+    param: nn.Parameter
+    cut: Cut
+    owners: list[tuple[nn.Module, str]]
+    name: str = ""  # fully qualified from the root that was sharded last; see sharding.name_units
+
+    def full_view(self, stored: Tensor) -> Tensor:
+        """The parameter in its logical shape, from its elements (any shape) in storage order."""
+        return stored.view(self.cut.layout.tensor_shapes[self.cut.index]).movedim(0, self.cut.dim)
+
+
+@dataclass(eq=False)
+class ParamBucket:
+    """See [Note: the four buffers of a bucket]. ``slots[i]`` is tensor id i of ``layout``."""
+
+    slots: list[ParamSlot]
+    layout: GlobalLayout
+    dtypes: BucketDtypes
+    groups: MeshGroups
+    flat: nn.Parameter
+    unit: Unit = field(init=False)  # set when the unit takes the bucket
+    name: str = field(default="", init=False)  # canonical: the unit's name, and a number where it has several buckets
+    key: str = field(init=False)
+    reduced: set[int] = field(default_factory=set, init=False)  # ids whose gradient the running backward has reduced
+
+    def __post_init__(self) -> None:
+        self.key = registry.register(self)
+        if self.requires_grad:
+            self.flat.register_post_accumulate_grad_hook(self._hand_out)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.flat.requires_grad
+
+    @property
+    def divisor(self) -> float:
+        """What summed gradients are divided by: the number of ranks that saw different data."""
+        return self.groups.shard_size * self.groups.replicate_size
+
+    def gap_ranges(self) -> list[Range]:
+        """The parts of the layout that belong to no tensor, ascending."""
+        taken = sorted(
+            (r for r in map(self.layout.get_tensor_range, range(len(self.slots))) if r.numel), key=lambda r: r.start
+        )
+        gaps, at = [], 0
+        for r in taken:
+            if r.start > at:
+                gaps.append(Range(at, r.start - at))
+            at = r.end
+        if at < self.layout.size:
+            gaps.append(Range(at, self.layout.size - at))
+        return gaps
+
+    # -- full parameters and packed gradients, for eager code; graphs do the same with nodes --------------------------
+
+    def full_params(self, gathered: Tensor) -> list[Tensor]:
+        """Every full parameter, as views of the gathered buffer."""
+        ranges = map(self.layout.get_tensor_range, range(len(self.slots)))
+        return [s.full_view(gathered[r.start : r.end]) for s, r in zip(self.slots, ranges, strict=True)]
+
+    def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The packed buffer of full gradients (None counts as zeros), reduce dtype, ``layout.size`` elements."""
+        packed = self.flat.new_zeros(self.layout.size, dtype=self.dtypes.reduce)
+        for view, grad in zip(self.full_params(packed), grads, strict=True):
+            if grad is not None:
+                view.copy_(grad)
+        return packed
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def note_reduced(self, ids: Iterable[int]) -> None:
+        """Say which parameters the running backward gives a gradient: the others' ``.grad`` stays None."""
+        self.reduced.update(ids)
+
+    def _hand_out(self, flat: Tensor) -> None:
+        """Hand each reduced parameter its part of the flat shard's gradient; leave nothing on the flat shard."""
+        segment, flat.grad = flat.grad, None
+        ids, self.reduced = sorted(self.reduced), set()
+        if segment is None:
+            return
+        present: list[Tensor] = []
+        new: list[Tensor] = []
+        params: list[Tensor] = []
+        for i in ids:
+            param = self.slots[i].param
+            if not param.requires_grad:
+                continue
+            grad = self.local_view(segment, i)
+            for hook in (param._backward_hooks or {}).values():
+                replaced = hook(grad)
+                grad = grad if replaced is None else replaced
+            params.append(param)
+            if param.grad is None:
+                param.grad = grad
+            else:
+                present.append(param.grad)
+                new.append(grad)
+        if present:
+            torch._foreach_add_(present, new)
+        for param in params:
+            for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(param)
+
+    # -- the views that users hold ------------------------------------------------------------------------------------
+
+    def slab(self, segment: Tensor, i: int) -> Tensor:
+        """This rank's rows of parameter ``i`` in storage form, as a view of a buffer laid out like the flat shard."""
+        held = self.layout.get_segment_range(self.slots[i].cut.shard_rank)
+        rows = self.layout.get_row_range(i, held)
+        shape = self.layout.tensor_shapes[i]
+        if rows.numel == 0:
+            return segment[:0].view(0, *shape[1:])
+        row = shape[1:].numel()
+        start = self.layout.tensor_to_offset[i] + rows.start * row - held.start
+        return segment[start : start + rows.numel * row].view(rows.numel, *shape[1:])
+
+    def local_view(self, segment: Tensor, i: int) -> LayoutTensor:
+        """Parameter ``i`` of a segment as users see it: a LayoutTensor that aliases the segment."""
+        return LayoutTensor.from_local_slab(self.slab(segment, i), self.slots[i].cut)
+
+    def refresh(self) -> None:
+        """Before values are gathered: copy back what was stored elsewhere (``p.data = ...``), and alias again.
+
+        A parameter whose local part no longer lies at its place in the flat shard holds newer values than the flat
+        shard does. Raises ``RuntimeError`` naming the parameter when its shape or dtype changed, so that the values
+        cannot be taken over, and when the bucket is still on the meta device.
+        """
+        if self.flat.is_meta:
+            raise RuntimeError(
+                f"parameter {self.slots[0].name!r} is on the meta device; materialise the sharded model before its "
+                "first forward: model.to_empty(device=...) and then load or initialise its values"
+            )
+        for i, slot in enumerate(self.slots):
+            local = slot.param._local_tensor  # type: ignore[attr-defined]
+            at = self._places[i]
+            if local.data_ptr() == at or local.numel() == 0:
+                continue
+            slab = self.slab(self.flat.detach(), i).movedim(0, slot.cut.dim)
+            if local.shape != slab.shape or local.dtype != slab.dtype:
+                raise RuntimeError(
+                    f"the storage of parameter {slot.name!r} was replaced by {tuple(local.shape)} {local.dtype}, but "
+                    f"this rank holds {tuple(slab.shape)} {slab.dtype} of it; assign values of that shape and dtype"
+                )
+            with torch.no_grad():
+                slab.copy_(local)
+            slot.param._local_tensor = slab  # type: ignore[attr-defined]
+
+    @property
+    def _places(self) -> list[int]:
+        """The address at which each parameter's rows lie; recomputed when the flat shard's storage moves."""
+        base = self.flat.data_ptr()
+        cached = self.__dict__.get("_places_cache")
+        if cached is None or cached[0] != base:
+            flat = self.flat.detach()
+            cached = (base, [self.slab(flat, i).data_ptr() for i in range(len(self.slots))])
+            self.__dict__["_places_cache"] = cached
+        return cached[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamBucket:
+        """A bucket of its own: own key, own flat shard, and the copied parameters as views of it."""
+        flat = nn.Parameter(self.flat.detach().clone(), requires_grad=self.requires_grad)
+        twin = object.__new__(ParamBucket)
+        memo[id(self)] = twin
+        slots = [copy.deepcopy(s, memo) for s in self.slots]
+        twin.__init__(slots, self.layout, self.dtypes, self.groups, flat)  # type: ignore[misc]
+        twin.name, twin.unit = self.name, copy.deepcopy(self.unit, memo)
+        for i, slot in enumerate(slots):
+            slot.param._local_tensor = twin.slab(flat.detach(), i).movedim(0, slot.cut.dim)  # type: ignore[attr-defined]
+        return twin
+
+
+def make_bucket(
+    params: Sequence[nn.Parameter],
+    owners: Sequence[list[tuple[nn.Module, str]]],
+    cuts: Sequence[Cut],
+    dtypes: BucketDtypes,
+    groups: MeshGroups,
+    device: torch.device,
+) -> ParamBucket:
+    """Copy this rank's rows of ``params`` (full values, equal on all ranks) into a new flat shard; no collective.
+
+    Gaps and padding are zeros: they travel through collectives and must not carry NaN.
+    """
+    layout = cuts[0].layout
+    length = layout.rank_size(cuts[0].shard_rank)
+    device = torch.device("meta") if params[0].is_meta else device
+    trainable = params[0].requires_grad
+    flat = nn.Parameter(torch.zeros(length, dtype=dtypes.storage, device=device), requires_grad=trainable)
+    slots = [ParamSlot(p, c, o) for p, c, o in zip(params, cuts, owners, strict=True)]
+    bucket = ParamBucket(slots, layout, dtypes, groups, flat)
+    data = flat.detach()
+    for i, (slot, full) in enumerate(zip(slots, params, strict=True)):
+        slab = bucket.slab(data, i)
+        first = slot.cut.rows(slot.cut.shard_rank)[0]
+        if not full.is_meta and slab.numel():
+            stored = full.detach().movedim(slot.cut.dim, 0)
+            slab.copy_(stored[first : first + slab.shape[0]])
+        slot.param = nn.Parameter(LayoutTensor.from_local_slab(slab, slot.cut), requires_grad=trainable)
+    return bucket

@@ -1,0 +1,94 @@
+"""Capture: from the graph that Dynamo hands over to planned and rewritten forward and backward graphs.
+
+AOTAutograd traces a joint graph in which reading a parameter is ``gather_param`` and its gradient ``reduce_grad``.
+``tag_reshard`` marks it, the min-cut partitioner splits it, and each part is planned, rewritten and compiled.
+
+Input mutations stay outside the graphs (AOTAutograd copies them back after each call): the min-cut partitioner computes
+a wrong gradient when a buffer is mutated by the forward graph itself (seen on torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxshard import _torch
+from fxshard.codegen import Compiled, generate
+from fxshard.facts import GATHER, REDUCE, Buckets, nodes_of, read_graph
+from fxshard.inspect.dump import Dump
+from fxshard.options import Options
+from fxshard.passes import tag_reshard
+from fxshard.passes.pipeline import rewrite
+from fxshard.plan import Plan, make_plan
+from fxshard.registry import lookup
+
+
+@dataclass
+class Capture:
+    """One graph of Dynamo's on its way through the pipeline; ``plans`` has what was decided, by kind of graph."""
+
+    options: Options
+    dump: Dump
+    plans: dict[str, Plan] = field(default_factory=dict)
+
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        outputs = _output_count(gm)
+        return _torch.aot_autograd(
+            gm,
+            inputs,
+            forward=lambda g, i: self._compile_graph(g, i, "forward", outputs, len(inputs)),
+            backward=lambda g, i: self._compile_graph(g, i, "backward", 0, len(inputs)),
+            inference=lambda g, i: self._compile_graph(g, i, "inference", outputs, len(inputs)),
+            partition=self._partition,
+        )
+
+    def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, ...]:
+        if self.options.codegen == "inductor":
+            joint = _torch.joint_graph_passes(joint, dict(self.options.inductor))
+        self.dump.graph("joint", joint)
+        tag_reshard.run(joint)
+        return _torch.min_cut_partition(joint, inputs, **kwargs)
+
+    def _compile_graph(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], kind: str, outputs: int, graph_inputs: int
+    ) -> Compiled:
+        if kind == "inference" and self.options.codegen == "inductor":
+            gm = _torch.joint_graph_passes(gm, dict(self.options.inductor))
+        # What the running code must do around the graph, known before the passes replace these nodes.
+        read = sorted({n.args[1] for n in nodes_of([gm.graph], [GATHER])})
+        reduced = sorted({(n.args[1], n.args[2]) for n in nodes_of([gm.graph], [REDUCE])})
+        if self.options.fuse:
+            buckets = Buckets.of([gm.graph])
+            plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch)
+            self.plans[kind] = plan
+            rewrite(gm, plan, buckets, lambda stage, g: self.dump.graph(f"{kind}-{stage}", g, plan))
+        if kind != "backward":
+            _torch.keep_output_strides(gm, outputs, _torch.forward_output_start() if kind == "forward" else 0)
+        static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))
+        return _guarded(generate(gm, inputs, kind, self.options, static), read, reduced)
+
+
+def _guarded(compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, int]]) -> Compiled:
+    """Before each call: values that were stored elsewhere are taken over, and who gets a gradient is noted."""
+    ids: dict[str, list[int]] = {}
+    for key, index in reduced:
+        ids.setdefault(key, []).append(index)
+
+    def run(args: list[Any]) -> Any:
+        for key in read:
+            lookup(key).refresh()
+        for key, indices in ids.items():
+            lookup(key).note_reduced(indices)
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _output_count(gm: fx.GraphModule) -> int:
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    return len(tree_leaves(output.args))

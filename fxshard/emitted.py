@@ -1,0 +1,94 @@
+"""Does the code that Inductor emitted keep the order of the graph? Read from the code itself.
+
+Inductor may reorder anything its data dependencies allow. A launch moved down to its wait hides nothing, so a schedule
+is only worth something if it survives to the code that runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxshard.passes.schedule_overlap import LAUNCHES, WAIT
+
+log = logging.getLogger(__name__)
+
+_CALL = re.compile(
+    r"torch\.ops\._c10d_functional\.(?P<op>all_gather_into_tensor|reduce_scatter_tensor|all_reduce|wait_tensor)\w*\.default\("
+    r"|(?P<mm>extern_kernels\.\w+|torch\.ops\.aten\._scaled_dot_product\w+)\("
+)
+_KIND = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
+
+
+class OrderError(RuntimeError):
+    """Generated code launches or waits in another order than the scheduled graph."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A launch or a wait, and how many heavy kernels (matmuls, attention) come before it."""
+
+    what: str
+    heavy_before: int
+
+
+def order_in_graph(graph: fx.Graph) -> list[Event]:
+    """Launches and waits of a graph, in order."""
+    events, heavy = [], 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in LAUNCHES:
+            events.append(Event(f"launch {LAUNCHES[node.target]}", heavy))
+        elif node.target is WAIT:
+            launch = node.args[0]
+            kind = LAUNCHES.get(launch.target, "collective") if isinstance(launch, fx.Node) else "collective"
+            events.append(Event(f"wait {kind}", heavy))
+        elif is_heavy(node):
+            heavy += 1
+    return events
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether a node stays one kernel call of its own in generated code: a matmul or an attention."""
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    return name in {"mm", "addmm", "bmm", "baddbmm"} or name.startswith("_scaled_dot_product")
+
+
+def order_in_code(code: str) -> list[Event]:
+    """Launches and waits of Inductor's Python wrapper code, in order."""
+    events: list[Event] = []
+    heavy, pending = 0, []
+    for match in _CALL.finditer(code):
+        if match["mm"]:
+            heavy += 1
+        elif match["op"] == "wait_tensor":
+            events.append(Event("wait", heavy))
+        else:
+            pending.append(_KIND[match["op"]])
+            events.append(Event(f"launch {pending[-1]}", heavy))
+    return events
+
+
+def check(wanted: list[Event], code: str | None, mode: str) -> None:
+    """Compare and, by ``mode``, raise ``OrderError``, warn, or do nothing."""
+    if mode == "off" or code is None or not wanted:
+        return
+    there = order_in_code(code)
+    names = [e.what.split(" ")[0] if e.what.startswith("wait") else e.what for e in wanted]
+    if names == [e.what for e in there]:
+        return
+    first = next((i for i, (a, b) in enumerate(zip(names, there, strict=False)) if a != b.what), min(len(names), len(there)))
+    said = (
+        f"generated code has another order of collectives than the schedule: at place {first} it has "
+        f"{there[first].what if first < len(there) else 'nothing'}, scheduled was {wanted[first].what if first < len(wanted) else 'nothing'} "
+        f"(torch {torch.__version__}); communication may not overlap with compute. "
+        'Run with options={"codegen": "eager"} to keep the order, and report it with the dump of FXSHARD_DUMP'
+    )
+    if mode == "error":
+        raise OrderError(said)
+    log.warning(said)

@@ -1,0 +1,99 @@
+"""What a captured graph says of communication: the bridge from torch.fx to plans, which know no graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxshard import ops  # noqa: F401  defines the ops named below
+from fxshard.bucket import ParamBucket
+from fxshard.plan import BucketFacts, GatherFact, GraphFacts, ReduceFact
+from fxshard.registry import lookup
+
+GATHER = torch.ops.fxshard.gather_param.default
+REDUCE = torch.ops.fxshard.reduce_grad.default
+ADD = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The buckets of one graph, by the names that its plan uses. Equal names of different models get a number."""
+
+    by_name: dict[str, ParamBucket]
+
+    @staticmethod
+    def of(graphs: Sequence[fx.Graph]) -> Buckets:
+        by_name: dict[str, ParamBucket] = {}
+        for node in nodes_of(graphs, (GATHER, REDUCE)):
+            bucket = lookup(node.args[1])  # type: ignore[arg-type]
+            if bucket in by_name.values():
+                continue
+            name, k = bucket.name, 2
+            while name in by_name:
+                name, k = f"{bucket.name}@{k}", k + 1
+            by_name[name] = bucket
+        return Buckets(by_name)
+
+    def name(self, key: str) -> str:
+        return next(n for n, b in self.by_name.items() if b.key == key)
+
+    def facts(self) -> tuple[BucketFacts, ...]:
+        return tuple(bucket_facts(n, b) for n, b in self.by_name.items())
+
+
+def nodes_of(graphs: Sequence[fx.Graph], targets: Sequence[object]) -> Iterator[fx.Node]:
+    return (n for g in graphs for n in g.nodes if n.op == "call_function" and n.target in targets)
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bucket_facts(name: str, bucket: ParamBucket) -> BucketFacts:
+    layout = bucket.layout
+    return BucketFacts(
+        name=name,
+        unit=bucket.unit.name + name[len(bucket.name) :],
+        params=tuple(s.name for s in bucket.slots),
+        shapes=tuple(tuple(s) for s in layout.tensor_shapes),
+        dims=tuple(s.cut.dim for s in bucket.slots),
+        offsets=layout.tensor_to_offset,
+        size=layout.size,
+        used=layout.used,
+        storage=short_dtype(bucket.dtypes.storage),
+        gather=short_dtype(bucket.dtypes.gather),
+        reduce=short_dtype(bucket.dtypes.reduce),
+        shard_size=bucket.groups.shard_size,
+        replicate_size=bucket.groups.replicate_size,
+        requires_grad=bucket.requires_grad,
+        reshard=bucket.unit.reshard_after_forward,
+    )
+
+
+def read_graph(graph: fx.Graph, kind: str, buckets: Buckets) -> GraphFacts:
+    """The facts of a graph of per-parameter collectives. Node numbers count the graph's nodes from 0."""
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    gathers: dict[str, tuple[set[int], int]] = {}
+    for node in nodes_of([graph], [GATHER]):
+        name = buckets.name(node.args[1])  # type: ignore[arg-type]
+        use = min((place[u] for u in node.users), default=place[node])
+        ids, first = gathers.setdefault(name, (set(), use))
+        ids.add(node.args[2])  # type: ignore[arg-type]
+        gathers[name] = (ids, min(first, use))
+    reductions: dict[str, tuple[set[int], int]] = {}
+    for node in nodes_of([graph], [REDUCE]):
+        name = buckets.name(node.args[1])  # type: ignore[arg-type]
+        ids, ready = reductions.setdefault(name, (set(), 0))
+        ids.add(node.args[2])  # type: ignore[arg-type]
+        reductions[name] = (ids, max(ready, place[node.args[0]]))  # type: ignore[index]
+    present = set(gathers) | set(reductions)
+    return GraphFacts(
+        kind,
+        tuple(f for f in buckets.facts() if f.name in present),
+        tuple(GatherFact(n, tuple(sorted(ids)), first) for n, (ids, first) in gathers.items()),
+        tuple(ReduceFact(n, tuple(sorted(ids)), ready) for n, (ids, ready) in reductions.items()),
+    )

@@ -1,0 +1,1 @@
+"""Showing what the pipeline did: the canonical printer and dumps."""

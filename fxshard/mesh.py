@@ -1,0 +1,97 @@
+"""Device meshes and the process groups that fxshard takes from them.
+
+A mesh has one dim (shard) or two (replicate, shard). All-gathers, reduce-scatters and all-reduces each have a process
+group of their own, because one communicator runs its collectives one after another on its stream: with a single group
+a prefetched all-gather would wait behind the reduce-scatter of the layer above. Groups are known by *name* everywhere
+else: names are what graph nodes hold.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxshard import _torch
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """What a bucket needs to know of its mesh: sizes, and names of groups (None where the size is 1).
+
+    ``gather`` and ``reduce`` span the same ranks (the shard dim); ``replicate`` spans the replicate dim.
+    """
+
+    shard_size: int
+    replicate_size: int
+    gather: str | None
+    reduce: str | None
+    replicate: str | None
+
+    def role(self, group_name: str) -> str:
+        """What a group is for, in words that are the same on every rank: names of groups are not."""
+        roles = {self.gather: "shard", self.reduce: "reduce", self.replicate: "replicate"}
+        return roles.get(group_name, "other")
+
+
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """The mesh to shard over: the given one, the 1-D mesh of the whole world, or a mesh of this process alone.
+
+    Not collective by itself, but on several ranks ``init_device_mesh`` is. Raises ``ValueError`` for a mesh of more
+    than two dims and ``RuntimeError`` in a launch of several ranks whose process group is not initialised.
+    """
+    if mesh is not None:
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"mesh has {mesh.ndim} dims {mesh.mesh_dim_names or tuple(mesh.shape)}, but fxshard shards over 1 dim "
+                "(shard) or 2 dims (replicate, shard); pass a slice of the mesh that holds its data-parallel dims"
+            )
+        return mesh
+    if dist.is_available() and dist.is_initialized():
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    world = os.environ.get("WORLD_SIZE") or "1"
+    if world != "1":
+        raise RuntimeError(
+            f"this is a launch of several ranks (WORLD_SIZE={world}), but torch.distributed has no process group yet; "
+            "call torch.distributed.init_process_group (or enter fxshard.distributed.distributed_run) before sharding, "
+            "or unset WORLD_SIZE to train in one process"
+        )
+    return _torch.mesh_of_one(device_type)
+
+
+def groups_of(mesh: DeviceMesh) -> MeshGroups:
+    """The groups of a mesh, made at the first call (collective over the mesh's ranks then) and kept on the mesh."""
+    cached = getattr(mesh, "_fxshard_groups", None)
+    if cached is None:
+        cached = _make_groups(mesh)
+        mesh._fxshard_groups = cached  # type: ignore[attr-defined]
+    return cached
+
+
+def _make_groups(mesh: DeviceMesh) -> MeshGroups:
+    shard_dim = mesh.ndim - 1
+    gather = reduce = replicate = None
+    if mesh.size(shard_dim) > 1:
+        group = mesh.get_group(shard_dim)
+        gather = group.group_name
+        ranks = dist.get_process_group_ranks(group)
+        reduce = dist.new_group(ranks, use_local_synchronization=True, group_desc="fxshard reduce").group_name
+    if mesh.ndim == 2 and mesh.size(0) > 1:
+        replicate = mesh.get_group(0).group_name
+    return MeshGroups(
+        shard_size=mesh.size(shard_dim),
+        replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
+        gather=gather,
+        reduce=reduce,
+        replicate=replicate,
+    )
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this process on which the mesh computes."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

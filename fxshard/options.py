@@ -1,0 +1,63 @@
+"""What users may ask of the backend: ``torch.compile(model, backend="fxshard", options={...})``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch._inductor import list_mode_options
+
+
+@dataclass(frozen=True)
+class Options:
+    """The backend's options, checked.
+
+    Attributes:
+        codegen: "inductor" compiles the rewritten graph; "eager" runs it as it is (fast to compile, for debugging).
+        prefetch: how many units ahead all-gathers are launched; 0 launches each at its first use.
+        fuse: False keeps one collective per parameter, as captured: the oracle of every pass.
+        check_order: what to do if generated code launches or waits in another order than the graph: "warn", "error"
+            or "off".
+        inductor: settings of torch._inductor.config for this compile, by name.
+    """
+
+    codegen: str = "inductor"
+    prefetch: int = 1
+    fuse: bool = True
+    check_order: str = "warn"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, type] = {"codegen": str, "prefetch": int, "fuse": bool, "check_order": str, "inductor": Mapping}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+                raise ValueError(f"option {name!r} takes {_article(kind)}, got {value!r} of type {type(value).__name__}")
+        for name, allowed in (("codegen", ("inductor", "eager")), ("check_order", ("warn", "error", "off"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"option {name!r} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if self.prefetch < 0:
+            raise ValueError(f"option 'prefetch' counts units and is at least 0, got {self.prefetch}")
+
+
+def _article(kind: type) -> str:
+    return {str: "a string", int: "an int", bool: "a bool", Mapping: "a mapping"}[kind]
+
+
+def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+    """``Options`` from what users pass. ``ValueError`` for an unknown key, naming the nearest one, or a bad value.
+
+    ``mode`` is torch.compile's; its settings of Inductor stand behind those of ``options["inductor"]``.
+    """
+    known = [f.name for f in fields(Options)]
+    for key in options or {}:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown option {key!r} of backend fxshard; {hint}Known options: {', '.join(known)}")
+    parsed = Options(**(options or {}))
+    if mode in (None, "default"):
+        return parsed
+    return replace(parsed, inductor={**list_mode_options(mode), **parsed.inductor})

@@ -1,0 +1,200 @@
+"""Plans: which collectives a graph has, what travels in each, and where each is launched and waited for.
+
+Pure data, equal on every rank: no torch.fx, no process group, no rank. ``make_plan`` decides from facts; the passes
+carry the plan out; the printer and the golden files show it; JSON keeps it.
+
+Layer order, not guesses:
+
+* all-gathers: units in order of first use. A unit's gathers are launched right after the wait of the unit ``prefetch``
+  places before it, hence before that unit's compute; the first ones at the start of the graph. Each is waited for at
+  its first use.
+* reductions: in order of last gradient. Each is launched right after its last gradient and waited for when the next
+  unit's gradients are complete, just before that one's launch; the last at the end of the graph. With a replicate
+  stage, the all-reduce of a unit is launched at that wait, and waited for one unit later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """A bucket as plans see it. Sizes in elements; ``offsets[i]`` and ``shapes[i]`` belong to parameter ``params[i]``."""
+
+    name: str
+    unit: str
+    params: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # storage form: the dim that is cut first
+    dims: tuple[int, ...]  # that dim's place in the logical shape
+    offsets: tuple[int, ...]
+    size: int
+    used: int
+    storage: str  # dtypes, by torch's short names
+    gather: str
+    reduce: str
+    shard_size: int
+    replicate_size: int
+    requires_grad: bool
+    reshard: bool
+
+    @property
+    def segment(self) -> int:
+        """Elements of one rank's segment."""
+        return self.size // self.shard_size
+
+
+@dataclass(frozen=True)
+class GatherFact:
+    """Parameters ``ids`` of a bucket are read in the graph, first at node number ``first_use``."""
+
+    bucket: str
+    ids: tuple[int, ...]
+    first_use: int
+
+
+@dataclass(frozen=True)
+class ReduceFact:
+    """The graph makes gradients for parameters ``ids`` of a bucket, the last at node number ``ready``."""
+
+    bucket: str
+    ids: tuple[int, ...]
+    ready: int
+
+
+_F = TypeVar("_F", GatherFact, ReduceFact)
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What a captured graph says of communication. ``kind`` is forward, backward or inference."""
+
+    kind: str
+    buckets: tuple[BucketFacts, ...]
+    gathers: tuple[GatherFact, ...]
+    reductions: tuple[ReduceFact, ...]
+
+    def bucket(self, name: str) -> BucketFacts:
+        return next(b for b in self.buckets if b.name == name)
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A place in a graph: ``at`` is "start", "end", "first use" (of the collective's own data), "last gradient", or,
+    with a bucket, "after wait", "before wait" or "before launch" of that bucket's first collective of the same kind
+    (gathers or reductions)."""
+
+    at: str
+    bucket: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.at} {self.bucket}".rstrip()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One fused collective of a graph: all_gather, reduce_scatter or all_reduce. Where the group has one rank the
+    collective is not in the graph, but what it stands for (a full parameter, a mean gradient) is."""
+
+    op: str
+    bucket: str
+    ids: tuple[int, ...]
+    launch: Anchor
+    wait: Anchor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The communication of one graph, in launch order within each kind."""
+
+    kind: str
+    prefetch: int
+    buckets: tuple[BucketFacts, ...]
+    gathers: tuple[Collective, ...]
+    reductions: tuple[Collective, ...]
+
+    def bucket(self, name: str) -> BucketFacts:
+        return next(b for b in self.buckets if b.name == name)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that ``to_json`` wrote. ``ValueError`` when the text is none."""
+        raw = json.loads(text)
+        try:
+            return Plan(
+                raw["kind"],
+                raw["prefetch"],
+                tuple(BucketFacts(**{k: _frozen(v) for k, v in b.items()}) for b in raw["buckets"]),
+                tuple(_collective(c) for c in raw["gathers"]),
+                tuple(_collective(c) for c in raw["reductions"]),
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a plan in JSON as Plan.to_json writes it: {e}") from e
+
+
+def _collective(raw: dict[str, Any]) -> Collective:
+    return Collective(
+        raw["op"], raw["bucket"], tuple(raw["ids"]), Anchor(**raw["launch"]), Anchor(**raw["wait"])
+    )
+
+
+def _frozen(value: object) -> object:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def make_plan(facts: GraphFacts, *, prefetch: int = 1) -> Plan:
+    """Decide launch and wait of every collective. Deterministic; ``ValueError`` for a negative ``prefetch``.
+
+    ``prefetch`` is how many units ahead gathers are launched; 0 launches each at its own first use.
+    """
+    if prefetch < 0:
+        raise ValueError(f"prefetch counts units and is at least 0, got {prefetch}")
+    return Plan(
+        facts.kind, prefetch, facts.buckets, tuple(_plan_gathers(facts, prefetch)), tuple(_plan_reductions(facts))
+    )
+
+
+def _plan_gathers(facts: GraphFacts, prefetch: int) -> list[Collective]:
+    ordered = sorted(facts.gathers, key=lambda g: (g.first_use, g.bucket))
+    units = _group_by_unit(facts, ordered)
+    planned = []
+    for position, gathers in enumerate(units):
+        if prefetch == 0:
+            launch = Anchor("first use")
+        elif position < prefetch:
+            launch = Anchor("start")
+        else:
+            # Several buckets of that unit: after the wait of the last one, when the unit is complete.
+            launch = Anchor("after wait", units[position - prefetch][-1].bucket)
+        planned += [Collective("all_gather", g.bucket, g.ids, launch, Anchor("first use")) for g in gathers]
+    return planned
+
+
+def _plan_reductions(facts: GraphFacts) -> list[Collective]:
+    ordered = sorted(facts.reductions, key=lambda r: (r.ready, r.bucket))
+    units = _group_by_unit(facts, ordered)
+    planned = []
+    for position, reductions in enumerate(units):
+        following = units[position + 1][0].bucket if position + 1 < len(units) else None
+        for r in reductions:
+            bucket = facts.bucket(r.bucket)
+            launch, done = Anchor("last gradient"), Anchor("before launch", following) if following else Anchor("end")
+            if bucket.shard_size > 1:
+                planned.append(Collective("reduce_scatter", r.bucket, r.ids, launch, done))
+                launch, done = Anchor("after wait", r.bucket), Anchor("before wait", following) if following else done
+            if bucket.replicate_size > 1 or bucket.shard_size == 1:
+                planned.append(Collective("all_reduce", r.bucket, r.ids, launch, done))
+    return planned
+
+
+def _group_by_unit(facts: GraphFacts, ordered: Sequence[_F]) -> list[list[_F]]:
+    groups: dict[str, list[_F]] = {}
+    for g in ordered:
+        groups.setdefault(facts.bucket(g.bucket).unit, []).append(g)
+    return list(groups.values())

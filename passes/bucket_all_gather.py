@@ -1,0 +1,64 @@
+"""Merge the gathers of one bucket into one all-gather.
+
+before:  w0 = gather_param(flat, b, 0);  w1 = gather_param(flat, b, 1);  ...
+after:   c = convert_element_type(flat, gather dtype)          only where the dtypes differ
+         g = all_gather_into_tensor(c);  full = wait_tensor(g)
+         w0 = param_view(full, b, 0);  w1 = param_view(full, b, 1);  ...
+
+The merged nodes stand at the first use of any member; repeated reads of a parameter become one view. With a shard size
+of 1 the flat shard is the gathered buffer and there is no collective.
+
+Leaves alone: gathers of different buckets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from fxshard.facts import GATHER, Buckets, nodes_of
+from fxshard.passes.rewrite import call, convert, fake_of
+from fxshard.plan import Plan
+
+NAME = "bucket_all_gather"
+
+
+def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
+    for planned in plan.gathers:
+        _merge(gm.graph, buckets, planned.bucket)
+    return PassResult(gm, modified=bool(plan.gathers))
+
+
+def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> None:
+    bucket = buckets.by_name[name]
+    reads = [n for n in nodes_of([graph], [GATHER]) if n.args[1] == bucket.key]
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    uses = [u for n in reads for u in n.users]
+    first = min(uses or reads, key=lambda n: place[n])
+    groups, flat = bucket.groups, reads[0].args[0]
+    assert isinstance(flat, fx.Node)
+    with graph.inserting_before(first):
+        full = convert(graph, flat, bucket.dtypes.gather)
+        if groups.gather is not None:
+            is_complex = bucket.dtypes.gather.is_complex
+            if is_complex:
+                real = call(graph, torch.ops.aten.view_as_real.default, full)
+                full = call(graph, torch.ops.aten.view.default, real, [-1])
+            full = call(graph, torch.ops._c10d_functional.all_gather_into_tensor.default, full, groups.shard_size, groups.gather)
+            full.meta["fxshard"] = name
+            full = call(graph, torch.ops._c10d_functional.wait_tensor.default, full)
+            full.meta["fxshard"] = name
+            if is_complex:
+                pairs = call(graph, torch.ops.aten.view.default, full, [-1, 2])
+                full = call(graph, torch.ops.aten.view_as_complex.default, pairs)
+        views: dict[int, fx.Node] = {}
+        for read in reads:
+            index = read.args[2]
+            assert isinstance(index, int)
+            if index not in views:
+                views[index] = call(graph, torch.ops.fxshard.param_view.default, full, bucket.key, index)
+                views[index].meta = {**read.meta, "val": fake_of(read)}
+            read.replace_all_uses_with(views[index])
+    for read in reads:
+        graph.erase_node(read)

@@ -1,0 +1,109 @@
+"""Merge the reductions of one bucket into one reduce-scatter (and one all-reduce over replicas).
+
+before:  r0 = reduce_grad(g0, b, 0);  r1 = reduce_grad(g1, b, 1);  flat_grad = add(r0, r1)
+after:   p = pack_grads([g0, g1], b, [0, 1])                    full gradients at their offsets, reduce dtype
+         r = reduce_scatter_tensor(p, "sum");  s = wait_tensor(r)
+         [t = all_reduce(s, "sum");  s = wait_tensor(t)]        where the mesh has replicas
+         flat_grad = convert_element_type(div(s, ranks), storage dtype)
+
+The merged nodes stand after the last gradient. Gradients of one parameter that is used several times are summed in the
+reduce dtype before they are packed. Sum then division, in the reduce dtype, is the one convention of fxshard.
+
+Leaves alone: a flat gradient that is more than a sum of the bucket's reductions (``Refusal`` says what else it is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from fxshard.bucket import ParamBucket
+from fxshard.facts import ADD, REDUCE, Buckets, nodes_of
+from fxshard.passes.rewrite import call, convert
+from fxshard.plan import Plan
+
+NAME = "bucket_reduce_scatter"
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A bucket whose reductions stay one per parameter, and why."""
+
+    bucket: str
+    because: str
+
+
+def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
+    merged = [_merge(gm.graph, buckets, planned.bucket) for planned in plan.reductions]
+    refusals = [m for m in merged if isinstance(m, Refusal)]
+    if refusals:
+        gm.meta["fxshard_refusals"] = refusals
+    return PassResult(gm, modified=len(refusals) < len(merged))
+
+
+def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
+    bucket = buckets.by_name[name]
+    shares = [n for n in nodes_of([graph], [REDUCE]) if n.args[1] == bucket.key]
+    total = _sum_of(shares)
+    if total is None:
+        return Refusal(name, "its gradient is used by something else than the sum of its parameters' shares")
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    last = max((s.args[0] for s in shares), key=lambda n: place[n])
+    assert isinstance(last, fx.Node)
+    ordered = sorted(shares, key=lambda s: s.args[2])  # type: ignore[arg-type,return-value]
+    with graph.inserting_after(last):
+        anchor = graph.call_function(_aten.alias.default, (last,))  # a place to insert before; erased below
+    with graph.inserting_before(anchor):
+        grads, ids = [s.args[0] for s in ordered], [s.args[2] for s in ordered]
+        packed = call(graph, torch.ops.fxshard.pack_grads.default, grads, bucket.key, ids)
+        reduced = _reduce(graph, bucket, packed, name)
+        grad = convert(graph, reduced, bucket.dtypes.storage)
+    total.replace_all_uses_with(grad)
+    graph.erase_node(anchor)
+    for node in _tree(total):  # every sum before what it adds up
+        graph.erase_node(node)
+    return None
+
+
+def _sum_of(shares: list[fx.Node]) -> fx.Node | None:
+    """The node that adds up all the shares and nothing else, each once; None if there is no such node."""
+    top = shares[0]
+    while len(top.users) == 1 and (user := next(iter(top.users))).target is ADD and not user.kwargs:
+        top = user
+    leaves = [n for n in _tree(top) if n.target is not ADD]
+    return top if len(leaves) == len(shares) and set(leaves) == set(shares) else None
+
+
+def _tree(node: object) -> Iterator[fx.Node]:
+    """A node and, where it is an addition, everything that it adds up."""
+    assert isinstance(node, fx.Node)
+    yield node
+    if node.target is ADD:
+        for arg in node.args:
+            if isinstance(arg, fx.Node):
+                yield from _tree(arg)
+
+
+def _reduce(graph: fx.Graph, bucket: ParamBucket, packed: fx.Node, name: str) -> fx.Node:
+    groups, node = bucket.groups, packed
+    is_complex = bucket.dtypes.reduce.is_complex and (groups.reduce is not None or groups.replicate is not None)
+    if is_complex:
+        node = call(graph, _aten.view.default, call(graph, _aten.view_as_real.default, node), [-1])
+    stages = []
+    if groups.reduce is not None:
+        stages.append((_c10d.reduce_scatter_tensor.default, ("sum", groups.shard_size, groups.reduce)))
+    if groups.replicate is not None:
+        stages.append((_c10d.all_reduce.default, ("sum", groups.replicate)))
+    for op, args in stages:
+        launch = call(graph, op, node, *args)
+        node = call(graph, _c10d.wait_tensor.default, launch)
+        launch.meta["fxshard"] = node.meta["fxshard"] = name
+    if is_complex:
+        node = call(graph, _aten.view_as_complex.default, call(graph, _aten.view.default, node, [-1, 2]))
+    return node if bucket.divisor == 1 else call(graph, _aten.div.Tensor, node, float(bucket.divisor))

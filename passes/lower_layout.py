@@ -1,0 +1,86 @@
+"""Turn views and packs into plain ATen at GlobalLayout offsets, so that no fxshard op is left.
+
+before:  w = param_view(full, b, i)
+after:   w = view(slice(full, 0, offset, offset + numel), shape)       for a cut along dim k > 0: permute(…)
+
+before:  p = pack_grads([g0, g1], b, [0, 1])
+after:   p = cat([view(g0, -1), view(g1, -1), zeros in the gaps])      in layout order, each cast to the reduce dtype
+
+A view is no copy: matmuls read the gathered buffer where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from fxshard.bucket import ParamBucket
+from fxshard.facts import nodes_of
+from fxshard.passes.rewrite import call, convert, fake_of
+from fxshard.registry import lookup
+
+NAME = "lower_layout"
+_aten = torch.ops.aten
+VIEW = torch.ops.fxshard.param_view.default
+PACK = torch.ops.fxshard.pack_grads.default
+
+
+def run(gm: fx.GraphModule) -> PassResult:
+    found = list(nodes_of([gm.graph], [VIEW, PACK]))
+    for node in found:
+        bucket = lookup(node.args[1])  # type: ignore[arg-type]
+        with gm.graph.inserting_before(node):
+            lowered = _view(gm.graph, node, bucket) if node.target is VIEW else _pack(gm.graph, node, bucket)
+        node.replace_all_uses_with(lowered)
+        gm.graph.erase_node(node)
+    return PassResult(gm, modified=bool(found))
+
+
+def _view(graph: fx.Graph, node: fx.Node, bucket: ParamBucket) -> fx.Node:
+    full, _, index = node.args
+    assert isinstance(full, fx.Node) and isinstance(index, int)
+    at, shape = bucket.layout.get_tensor_range(index), bucket.layout.tensor_shapes[index]
+    piece = full
+    if at.numel != bucket.layout.size:
+        piece = call(graph, _aten.slice.Tensor, full, 0, at.start, at.end)
+    view = call(graph, _aten.view.default, piece, list(shape)) if len(shape) > 1 else piece
+    dim = bucket.slots[index].cut.dim
+    if dim == 0:
+        return view
+    return call(graph, _aten.permute.default, view, [*range(1, dim + 1), 0, *range(dim + 1, len(shape))])
+
+
+def _pack(graph: fx.Graph, node: fx.Node, bucket: ParamBucket) -> fx.Node:
+    grads, _, ids = node.args
+    assert isinstance(grads, Sequence) and isinstance(ids, Sequence)
+    by_id: dict[int, fx.Node] = {}
+    for i, grad in zip(ids, grads, strict=True):
+        cast = convert(graph, grad, bucket.dtypes.reduce)
+        by_id[i] = call(graph, _aten.add.Tensor, by_id[i], cast) if i in by_id else cast
+    def zeros(numel: int) -> fx.Node:
+        device = fake_of(node).device
+        return call(graph, _aten.full.default, [numel], 0, dtype=bucket.dtypes.reduce, device=device, pin_memory=False)
+
+    pieces: list[fx.Node] = []
+    at = 0
+    for i in sorted(by_id, key=lambda i: bucket.layout.tensor_to_offset[i]):
+        there = bucket.layout.get_tensor_range(i)
+        if there.numel == 0:
+            continue
+        if there.start > at:
+            pieces.append(zeros(there.start - at))
+        pieces.append(_flat(graph, by_id[i], bucket.slots[i].cut.dim, there.numel))
+        at = there.end
+    if at < bucket.layout.size:
+        pieces.append(zeros(bucket.layout.size - at))
+    return call(graph, _aten.cat.default, pieces)
+
+
+def _flat(graph: fx.Graph, grad: fx.Node, dim: int, numel: int) -> fx.Node:
+    if dim:
+        grad = call(graph, _aten.permute.default, grad, [dim, *(d for d in range(fake_of(grad).ndim) if d != dim)])
+    return call(graph, _aten.reshape.default, grad, [numel])
+

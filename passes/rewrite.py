@@ -1,0 +1,56 @@
+"""Small tools that the passes share: making nodes with their fake values, and moving nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def fake_of(node: fx.Node) -> Tensor:
+    """The fake tensor that stands for the node's value. ``ValueError`` if the graph was not captured with them."""
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
+        raise ValueError(f"node {node.name} ({node.target}) has no fake value; capture the graph through AOTAutograd")
+    return val
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call node at the graph's insertion point, with its fake value computed from its arguments'."""
+    node = graph.call_function(target, args, kwargs)
+    with _fake_mode(graph):
+        node.meta["val"] = target(*tree_map_only(fx.Node, fake_of, args), **kwargs)
+    return node
+
+
+def _fake_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
+    """The fake mode of the graph's values. Real values (graphs made by hand) compute as they are."""
+    vals = (n.meta.get("val") for n in graph.nodes)
+    return next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), nullcontext())
+
+
+def convert(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The node's value in ``dtype``; the node itself where it has that dtype."""
+    return node if fake_of(node).dtype == dtype else call(graph, CONVERT, node, dtype)
+
+
+def move_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
+    """Move ``nodes``, in their order, to just before ``place``."""
+    for node in nodes:
+        if node is not place:
+            place.prepend(node)
+
+
+def move_after(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
+    """Move ``nodes``, in their order, to just after ``place``."""
+    for node in nodes:
+        if node is not place:
+            place.append(node)
+            place = node
