@@ -33,8 +33,10 @@ def dtensor_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tor
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))
     # DTensorSpec checks its order of shards against plain Shard, which our own kinds of placement are not equal to.
-    placements = tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in placements)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(strides), dtype))
+    checked = tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in placements)
+    spec = DTensorSpec(mesh, checked, tensor_meta=TensorMeta(shape, tuple(strides), dtype))
+    spec.placements = placements
+    return spec
 
 
 def new_dtensor(cls: type[_D], local: torch.Tensor, spec: Any, requires_grad: bool) -> _D:
@@ -67,7 +69,7 @@ def placement_with_rows(placement: Shard, rows: Callable[[int], tuple[int, int]]
     """A copy of ``placement`` that states ``rows(rank)``, first row and count, as a rank's part. Checked: 2.13."""
     told = copy.copy(placement)
     told._local_shard_size_and_offset = (  # type: ignore[method-assign]
-        lambda size, ranks, rank: tuple(reversed(rows(rank)))  # type: ignore[assignment, return-value]
+        lambda curr_local_size, num_chunks, rank: tuple(reversed(rows(rank)))  # type: ignore[assignment, return-value]
     )
     return told
 
@@ -91,70 +93,6 @@ def boxed_forward(gm: torch.fx.GraphModule) -> Any:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def inductor_compile(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], kind: str, static: Sequence[int], settings: dict[str, Any]
-) -> Any:
-    """Inductor's code for a partitioned ATen graph, with the order of its collectives kept. Checked: 2.13.
-
-    ``kind`` is forward, backward or inference. Switches that reorder or rebucket collectives are off for this compile.
-    """
-    from torch._dynamo.utils import detect_fake_mode
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
-    from torch._inductor.utils import BoxedBool
-    from torch._inductor.virtualized import V
-
-    keep_order = {
-        "reorder_for_peak_memory": False,
-        "reorder_for_locality": False,
-        "reorder_for_compute_comm_overlap": False,
-        "bucket_all_gathers_fx": "none",
-        "bucket_reduce_scatters_fx": "none",
-        "bucket_all_reduces_fx": "none",
-    }
-    known = {name: value for name, value in keep_order.items() if hasattr(config, name)}
-    with config.patch({**known, **settings}), V.set_fake_mode(detect_fake_mode(inputs)):
-        return compile_fx_inner(
-            gm,
-            inputs,
-            static_input_idxs=tuple(static),
-            is_backward=kind == "backward",
-            is_inference=kind == "inference",
-            cudagraphs=BoxedBool(config.triton.cudagraphs),
-            boxed_forward_device_index=BoxedDeviceIndex(None),
-        )
-
-
-def emitted_code(compiled: Any) -> str | None:
-    """The Python wrapper code of what ``inductor_compile`` returned; None where it did not generate any. Checked: 2.13."""
-    return getattr(compiled, "source_code", None)
-
-
-def joint_graph_passes(gm: torch.fx.GraphModule, settings: dict[str, Any]) -> torch.fx.GraphModule:
-    """Inductor's own rewrites of a joint or inference graph (attention patterns, constant folding). Checked: 2.13."""
-    from torch._inductor import config
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes as run
-
-    with config.patch(settings):
-        return run(gm)
-
-
-def keep_output_strides(gm: torch.fx.GraphModule, count: int, first: int = 0) -> None:
-    """Make Inductor return outputs ``first`` to ``first + count`` with the strides of the graph. Checked: 2.13."""
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    values = output.args[0]
-    last = min(first + count, len(values))
-    output.meta["user_visible_output_idxs"] = [i for i in range(first, last) if isinstance(values[i], torch.fx.Node)]
-
-
-def forward_output_start() -> int:
-    """The number of mutated inputs that AOTAutograd returns ahead of a forward graph's own outputs. Checked: 2.13."""
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    return metadata.num_mutated_inp_runtime_indices if metadata is not None else 0
 
 
 def aot_autograd(

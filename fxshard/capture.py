@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxshard import _torch
+from fxshard import _inductor, _torch
 from fxshard.codegen import Compiled, generate
 from fxshard.facts import GATHER, REDUCE, Buckets, nodes_of, read_graph
 from fxshard.inspect.dump import Dump
@@ -48,7 +48,7 @@ class Capture:
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, ...]:
         if self.options.codegen == "inductor":
-            joint = _torch.joint_graph_passes(joint, dict(self.options.inductor))
+            joint = _inductor.joint_graph_passes(joint, dict(self.options.inductor))
         self.dump.graph("joint", joint)
         tag_reshard.run(joint)
         return _torch.min_cut_partition(joint, inputs, **kwargs)
@@ -57,7 +57,7 @@ class Capture:
         self, gm: fx.GraphModule, inputs: Sequence[Any], kind: str, outputs: int, graph_inputs: int
     ) -> Compiled:
         if kind == "inference" and self.options.codegen == "inductor":
-            gm = _torch.joint_graph_passes(gm, dict(self.options.inductor))
+            gm = _inductor.joint_graph_passes(gm, dict(self.options.inductor))
         # What the running code must do around the graph, known before the passes replace these nodes.
         read = sorted({n.args[1] for n in nodes_of([gm.graph], [GATHER])})
         reduced = sorted({(n.args[1], n.args[2]) for n in nodes_of([gm.graph], [REDUCE])})
@@ -67,7 +67,7 @@ class Capture:
             self.plans[kind] = plan
             rewrite(gm, plan, buckets, lambda stage, g: self.dump.graph(f"{kind}-{stage}", g, plan))
         if kind != "backward":
-            _torch.keep_output_strides(gm, outputs, _torch.forward_output_start() if kind == "forward" else 0)
+            _inductor.keep_output_strides(gm, outputs, _inductor.forward_output_start() if kind == "forward" else 0)
         static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))
         return _guarded(generate(gm, inputs, kind, self.options, static), read, reduced)
 

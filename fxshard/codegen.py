@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fxshard import _torch, emitted
+from fxshard import _inductor, _torch, emitted
 from fxshard.options import Options
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,6 @@ def generate(gm: fx.GraphModule, inputs: Sequence[Any], kind: str, options: Opti
     if options.codegen == "eager":
         return _torch.boxed_forward(gm)
     wanted = emitted.order_in_graph(gm.graph)
-    compiled = _torch.inductor_compile(gm, inputs, kind, static, dict(options.inductor))
-    emitted.check(wanted, _torch.emitted_code(compiled), options.check_order)
+    compiled = _inductor.inductor_compile(gm, inputs, kind, static, dict(options.inductor))
+    emitted.check(wanted, _inductor.emitted_code(compiled), options.check_order)
     return compiled

@@ -45,9 +45,7 @@ def order_in_graph(graph: fx.Graph) -> list[Event]:
         if node.target in LAUNCHES:
             events.append(Event(f"launch {LAUNCHES[node.target]}", heavy))
         elif node.target is WAIT:
-            launch = node.args[0]
-            kind = LAUNCHES.get(launch.target, "collective") if isinstance(launch, fx.Node) else "collective"
-            events.append(Event(f"wait {kind}", heavy))
+            events.append(Event("wait", heavy))
         elif is_heavy(node):
             heavy += 1
     return events
@@ -75,19 +73,31 @@ def order_in_code(code: str) -> list[Event]:
 
 
 def check(wanted: list[Event], code: str | None, mode: str) -> None:
-    """Compare and, by ``mode``, raise ``OrderError``, warn, or do nothing."""
+    """Compare and, by ``mode``, raise ``OrderError``, warn, or do nothing.
+
+    Launches must come no later and waits no earlier among the heavy kernels than in the graph.
+    """
     if mode == "off" or code is None or not wanted:
         return
     there = order_in_code(code)
-    names = [e.what.split(" ")[0] if e.what.startswith("wait") else e.what for e in wanted]
-    if names == [e.what for e in there]:
-        return
-    first = next((i for i, (a, b) in enumerate(zip(names, there, strict=False)) if a != b.what), min(len(names), len(there)))
+    if len(wanted) != len(there):
+        _tell(mode, f"it has {len(there)} launches and waits, the schedule has {len(wanted)}")
+    for place, (want, got) in enumerate(zip(wanted, there, strict=False)):
+        if want.what != got.what:
+            return _tell(mode, f"at place {place} it has {got.what}, the schedule has {want.what}")
+        late = want.what.startswith("launch") and got.heavy_before > want.heavy_before
+        early = want.what == "wait" and got.heavy_before < want.heavy_before
+        if late or early:
+            said = f"{want.what} at place {place} stands after {got.heavy_before} heavy kernels"
+            return _tell(mode, f"{said}, in the schedule after {want.heavy_before}")
+    return None
+
+
+def _tell(mode: str, what: str) -> None:
     said = (
-        f"generated code has another order of collectives than the schedule: at place {first} it has "
-        f"{there[first].what if first < len(there) else 'nothing'}, scheduled was {wanted[first].what if first < len(wanted) else 'nothing'} "
-        f"(torch {torch.__version__}); communication may not overlap with compute. "
-        'Run with options={"codegen": "eager"} to keep the order, and report it with the dump of FXSHARD_DUMP'
+        f"generated code has another order of collectives than the schedule: {what} (torch {torch.__version__}); "
+        'communication may not overlap with compute. options={"codegen": "eager"} keeps the order; '
+        "FXSHARD_DUMP=dir shows the code"
     )
     if mode == "error":
         raise OrderError(said)

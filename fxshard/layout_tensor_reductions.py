@@ -26,13 +26,18 @@ from fxshard.layout_tensor_ops import local_lists, local_operand
 aten = torch.ops.aten
 
 
-def _require_all_dims(func: Any, x: LayoutTensor, dim: Any, keepdim: bool) -> None:
-    """Raises unless ``dim`` names every dim of the tensor (None and () do) and no dim is kept."""
+def _require_all_dims(func: Any, x: LayoutTensor, dim: Any) -> None:
+    """Raises unless ``dim`` names every dim of the tensor, as None and () do."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
-    if keepdim or (dims and sorted(d % x.dim() for d in dims) != list(range(x.dim()))):
+    if dims and sorted(d % x.dim() for d in dims) != list(range(x.dim())):
         raise NotImplementedError(
-            refusal(func, (x,), because=f"of reductions, only those over all dims work, not dim={dim} keepdim={keepdim}")
+            refusal(func, (x,), because=f"of reductions, only those over all dims work, not over dim={dim}")
         )
+
+
+def _shaped(value: Tensor, x: LayoutTensor, keepdim: bool) -> Tensor:
+    """A 0-dim result, or with ``keepdim`` one of as many dims as ``x``, each of size 1."""
+    return value.reshape((1,) * x.dim()) if keepdim else value
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -43,11 +48,11 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sum(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    _require_all_dims(func, x, dim, keepdim)
+    _require_all_dims(func, x, dim)
     result = dtype or x.dtype
     local = x._local_tensor.sum(dtype=_accumulator(result) if result.is_floating_point else dtype)
     total = gather_values(local, x._cut.mesh).sum(0)
-    return total.to(result) if result.is_floating_point else total
+    return _shaped(total.to(result) if result.is_floating_point else total, x, keepdim)
 
 
 def _mean(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -65,7 +70,7 @@ def _prod(func: Any, x: LayoutTensor, *, dtype: Any = None) -> Tensor:
 
 
 def _count_nonzero(func: Any, x: LayoutTensor, dim: Any = None) -> Tensor:
-    _require_all_dims(func, x, dim, keepdim=False)
+    _require_all_dims(func, x, dim)
     return gather_values(x._local_tensor.count_nonzero(), x._cut.mesh).sum(0)
 
 
@@ -74,20 +79,20 @@ def _count_nonzero(func: Any, x: LayoutTensor, dim: Any = None) -> Tensor:
 
 def _extreme(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """``max``, ``min``, ``amax`` and ``amin``; shards without rows take no part."""
-    _require_all_dims(func, x, dim, keepdim)
+    _require_all_dims(func, x, dim)
     whole = torch.amax if func.overloadpacket in (aten.max, aten.amax) else torch.amin
     if x.numel() == 0:
         raise IndexError(f"{func} of a tensor of shape {tuple(x.shape)} is not defined: it has no elements")
     local = x._local_tensor
     gathered = gather_values(whole(local) if local.numel() else local.new_zeros(()), x._cut.mesh)
-    return whole(gathered[[rank for rank, (_, count) in enumerate(x._cut.all_rows) if count]])
+    return _shaped(whole(gathered[[rank for rank, (_, count) in enumerate(x._cut.all_rows) if count]]), x, keepdim)
 
 
 def _truth(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """``any`` and ``all``."""
-    _require_all_dims(func, x, dim, keepdim)
+    _require_all_dims(func, x, dim)
     whole = torch.any if func.overloadpacket is aten.any else torch.all
-    return whole(gather_values(whole(x._local_tensor), x._cut.mesh))
+    return _shaped(whole(gather_values(whole(x._local_tensor), x._cut.mesh)), x, keepdim)
 
 
 def _compare(func: Any, x: Any, y: Any, *options: Any, **named: Any) -> bool:
@@ -160,8 +165,8 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], order: Any = 2, dtype: A
 def _vector_norm(
     func: Any, x: LayoutTensor, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    _require_all_dims(func, x, dim, keepdim)
-    return _norms(func, [x], 2 if order is None else order, dtype)[0]
+    _require_all_dims(func, x, dim)
+    return _shaped(_norms(func, [x], 2 if order is None else order, dtype)[0], x, keepdim)
 
 
 # ---- gradient scaling ------------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TO
 
 
 def _worker_env() -> dict[str, str | None]:
-    """Environment of every child: one thread, no Inductor compile pool, gloo on the loopback interface."""
+    """Environment of every child: one thread, no Inductor compile pool, no GPU, gloo on the loopback interface."""
     env: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = ""  # torch would take the GPU for default meshes, which gloo ranks cannot share
     env["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return env
 
@@ -145,7 +146,7 @@ def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Co
 class RankPool:
     """`world_size` spawned processes with one gloo default group, started at the first `run` and reused by later ones.
 
-    Each worker has one thread and no launch environment (`WORLD_SIZE` and the like are unset). Any failed run tears the
+    Each worker has one thread, no GPU and no launch environment (`WORLD_SIZE` and the like are unset). Any failed run tears the
     pool down, since a group that a peer left half way cannot be trusted; the next run starts a fresh one.
 
     group_timeout: seconds a collective waits for its peers. deadline: seconds `run` waits for all answers.
@@ -291,8 +292,8 @@ def run_processes(
     """`fn(*args)` in `world_size` fresh processes without a process group; how each ended, in rank order.
 
     The environment is a launcher's (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; the store is
-    served by this process as `torchrun` does). `env` changes it for all of them; None removes a variable. Whatever a
-    child does is a result; only a child alive after `deadline` seconds is an AssertionError, with its stacks.
+    served by this process as `torchrun` does), without GPUs. `env` changes it for all of them; None removes a variable.
+    Whatever a child does is a result; only one alive after `deadline` seconds is an AssertionError, with its stacks.
     """
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fxshard-processes-") as folder:

@@ -16,6 +16,7 @@ from fxshard.distributed import DistributedState, distributed_run
 from fxshard.distributed.run import abort
 
 LONG = timedelta(seconds=20)
+BUFFERED = {"PYTHONUNBUFFERED": None}  # what is printed waits in the process until it is flushed
 
 
 def fields(state):
@@ -269,7 +270,7 @@ def raise_while_the_peer_waits():
 
 
 def test_a_rank_whose_body_raises_leaves_at_once_and_takes_its_peer_along():
-    peer, failed = run_processes(raise_while_the_peer_waits, 2)
+    peer, failed = run_processes(raise_while_the_peer_waits, 2, env=BUFFERED)
     assert failed.code == 1 and failed.exception is None, "aborts instead of propagating"
     assert "ValueError: the body failed" in failed.stderr and "err" in failed.stderr and failed.stdout == "out"
     assert peer.code != 0
@@ -312,6 +313,6 @@ def abort_with_a_closed_stdout():
 
 
 def test_abort_needs_no_exception_and_survives_a_closed_stream():
-    (exit,) = run_processes(abort_with_a_closed_stdout, 1)
+    (exit,) = run_processes(abort_with_a_closed_stdout, 1, env=BUFFERED)
     assert exit.code == 1 and "last words" in exit.stderr and "rank 0 of 1 aborts" in exit.stderr
     assert "NoneType" not in exit.stderr

@@ -224,23 +224,20 @@ def test_with_two_errors_the_others_name_the_first_rank(ranks4):
     assert zero == two == ("RuntimeError", "all_reduce('my label'): rank 1 failed with KeyError: 'k'")
 
 
-def test_an_error_outranks_an_exit(ranks3):
-    zero, one, two = both(ranks3, reduce_failing, {0: SystemExit(5), 1: ValueError("v")})
+def test_an_error_outranks_an_exit(ranks4):
+    zero, one, two, three = both(ranks4, reduce_failing, {0: SystemExit(5), 1: ValueError("v")})
     assert one == ("ValueError", "v")
-    assert zero == two == ("RuntimeError", "all_reduce('my label'): rank 1 failed with ValueError: v")
+    assert zero == two == three == ("RuntimeError", "all_reduce('my label'): rank 1 failed with ValueError: v")
 
 
-def test_an_interrupt_outranks_an_exit(ranks3):
-    zero, one, two = both(ranks3, reduce_failing, {0: SystemExit(5), 2: KeyboardInterrupt()})
-    assert (zero[0], one[0], two[0]) == ("RuntimeError", "RuntimeError", "KeyboardInterrupt")
+def test_an_interrupt_outranks_an_exit(ranks4):
+    ended = both(ranks4, reduce_failing, {0: SystemExit(5), 2: KeyboardInterrupt()})
+    assert [kind for kind, _ in ended] == ["RuntimeError", "RuntimeError", "KeyboardInterrupt", "RuntimeError"]
 
 
-def test_with_exits_only_each_exiter_keeps_its_code_and_the_others_take_the_first(ranks3):
-    assert both(ranks3, reduce_failing, {1: SystemExit(4), 2: SystemExit(6)}) == [
-        ("SystemExit", 4),
-        ("SystemExit", 4),
-        ("SystemExit", 6),
-    ]
+def test_with_exits_only_each_exiter_keeps_its_code_and_the_others_take_the_first(ranks4):
+    ended = both(ranks4, reduce_failing, {1: SystemExit(4), 2: SystemExit(6)})
+    assert ended == [("SystemExit", code) for code in (4, 4, 6, 4)]
 
 
 def exit_on_ranks_1_and_2():
@@ -261,16 +258,16 @@ def reduce_under_two_labels(errors):
         return still_in_step((type(raised).__name__, str(raised), type(raised.__cause__).__name__))
 
 
-def test_ranks_out_of_step_all_raise_and_list_the_labels(ranks3):
-    for kind, text, cause in both(ranks3, reduce_under_two_labels, {}):
+def test_ranks_out_of_step_all_raise_and_list_the_labels(ranks4):
+    for kind, text, cause in both(ranks4, reduce_under_two_labels, {}):
         assert (kind, cause) == ("RuntimeError", "NoneType")
-        assert "'first' by rank [0], 'second' by rank [1, 2]" in text
+        assert "'first' by rank [0], 'second' by rank [1, 2, 3]" in text
 
 
-def test_being_out_of_step_outranks_errors_and_exits_which_become_the_cause(ranks3):
-    ended = both(ranks3, reduce_under_two_labels, {0: ValueError("v"), 1: SystemExit(3)})
-    assert [kind for kind, *_ in ended] == ["RuntimeError"] * 3
-    assert [cause for *_, cause in ended] == ["ValueError", "SystemExit", "NoneType"]
+def test_being_out_of_step_outranks_errors_and_exits_which_become_the_cause(ranks4):
+    ended = both(ranks4, reduce_under_two_labels, {0: ValueError("v"), 1: SystemExit(3)})
+    assert [kind for kind, *_ in ended] == ["RuntimeError"] * 4
+    assert [cause for *_, cause in ended] == ["ValueError", "SystemExit", "NoneType", "NoneType"]
 
 
 def reduce_a_lambda_of_rank_1():
@@ -303,6 +300,11 @@ def exchange_under_a_default_device():
 
 def test_a_default_device_of_the_caller_does_not_reach_the_transfer(ranks2):
     assert both(ranks2, exchange_under_a_default_device) == [(2, 2)] * 2
+
+
+def test_in_a_fake_world_every_rank_is_taken_to_agree(fake_world):
+    with fake_world(64, rank=5):
+        assert all_reduce("plan", lambda: "digest", lambda values: values) == ["digest"] * 64
 
 
 # --- what neither can help with ----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from outcomes import outcome
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -142,7 +141,8 @@ def test_a_uniform_or_empty_model_has_nothing_off_and_warns_about_nothing(recwar
 
 def test_the_warning_names_eight_parameters_at_most():
     off = layers.off_dtype(nn.ModuleList([nn.Linear(9, 9), *(nn.Linear(1, 1, dtype=torch.half) for _ in range(5))]))
-    with pytest.warns(UserWarning, match=r"10 parameters \(10 %.*torch.float16, not torch.float32: 1.weight.*and 2 more"):
+    expected = r"10 parameters \(10 %.*torch.float16, not torch.float32: 1.weight.*and 2 more"
+    with pytest.warns(UserWarning, match=expected):
         layers.warn_off_dtype(off, "they stay whole")
 
 
@@ -279,10 +279,15 @@ def test_without_a_group_the_wrap_is_refused():
         fsdp2_wrap(Model())
 
 
-def test_off_dtype_parameters_move_to_the_device_that_the_shards_compute_on(group_of_one):
-    # Only a second device can show a move: bring one gate on meta's counterpart, the CPU, and shard on the CPU's mesh.
-    model = mixed()
-    weights = {name: p for name, p in model.named_parameters() if "gate" in name}
-    fsdp2_wrap(model)
-    assert {name: p for name, p in model.named_parameters() if "gate" in name} == weights
-    assert all(p.device.type == init_device_mesh("cpu", (dist.get_world_size(),)).device_type for p in weights.values())
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU shows that a parameter moves")
+def test_parameters_of_another_dtype_move_to_the_gpu_that_the_shards_compute_on():
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for offload in (False, True):
+            model = mixed()
+            with pytest.warns(UserWarning, match="replicated"):
+                fsdp2_wrap(model, cpu_offload=offload)
+            assert {p.device.type for name, p in model.named_parameters() if "gate" in name} == {"cuda"}
+            assert model(torch.ones(2, 8, device="cuda", dtype=torch.bfloat16)).device.type == "cuda"
+    finally:
+        dist.destroy_process_group()

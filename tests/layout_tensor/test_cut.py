@@ -33,7 +33,7 @@ def cut_along(dim: int, shape: tuple[int, ...] = (2, 3, 5), ranks: int = 2, rank
 
 
 @pytest.mark.parametrize(
-    "rank, counts", enumerate([(2, 0, 0, 0, 0), (0, 3, 0, 0, 0), (0, 1, 1, 1, 0), (0, 0, 3, 0, 0), (0, 0, 0, 0, 1)])
+    "rank, counts", list(enumerate([(2, 0, 0, 0, 0), (0, 3, 0, 0, 0), (0, 1, 1, 1, 0), (0, 0, 3, 0, 0), (0, 0, 0, 0, 1)])),
 )
 def test_every_rank_owns_the_documented_rows(rank, counts):
     for index, count in enumerate(counts):

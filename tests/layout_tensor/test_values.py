@@ -63,7 +63,7 @@ def _whole_tensors_are_broadcast_by_their_owners() -> tuple[int, int]:
 
 
 def test_tensors_owned_by_one_of_many_ranks_are_broadcast_not_padded(ranks4):
-    assert ranks4.run(_whole_tensors_are_broadcast_by_their_owners) == [(5, 0)] * 4
+    assert ranks4.run(_whole_tensors_are_broadcast_by_their_owners) == [(3, 2)] * 4  # short ones are gathered
 
 
 def test_a_tensor_without_elements_has_a_full_value():
@@ -235,7 +235,7 @@ def _gradients_through_local_ops() -> None:
     for tensor, full in zip(shard(values(), cuts_of(mesh_of())), values(), strict=True):
         losses = {
             "square": lambda p: p.pow(2).sum(),
-            "mean": lambda p: p.mul(3).mean(),
+            "mean": lambda p: p.exp().sum() / p.numel(),
             "norm": lambda p: p.norm(),
             "masked": lambda p: torch.where(p > 0, p, 2 * p).exp().sum(),
             "inf norm": lambda p: p.norm(float("inf")),
@@ -249,6 +249,18 @@ def _gradients_through_local_ops() -> None:
 
 def test_gradients_flow_through_element_wise_ops_and_reductions(ranks2):
     ranks2.run(_gradients_through_local_ops)
+
+
+def test_a_gradient_that_is_not_sharded_is_refused_where_it_meets_sharded_values():
+    param = nn.Parameter(_one())
+    with pytest.raises(NotImplementedError, match="not sharded in the same way"):
+        param.pow(2).mean().backward()  # the backward of mean makes a plain tensor of the full shape
+    param.grad = None
+    param.sum().backward()
+    assert torch.equal(param.grad, torch.ones(7, 3)) and type(param.grad) is torch.Tensor
+    param.grad = param.grad.clone()
+    with pytest.raises(NotImplementedError, match="not sharded in the same way"):
+        torch.optim.SGD([param], foreach=False).step()
 
 
 def test_other_placements_are_refused():

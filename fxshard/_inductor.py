@@ -1,0 +1,109 @@
+"""Inductor's private APIs, in one place: the part of ``_torch`` that is costly to import.
+
+Each function says for which torch versions it was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes as run_joint_graph_passes
+from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
+from torch._inductor.utils import BoxedBool, is_collective, is_wait
+from torch._inductor.virtualized import V
+
+
+class KeepOrder(CustomSchedulerPass):
+    """Pin launches and waits between the heavy kernels where the graph has them. Checked: 2.13.
+
+    Data dependencies alone let the scheduler move a launch down to its wait, or delay it by fusing the last gradient
+    of one layer with a kernel of the next. Ordering-only dependencies make a chain of the launches and waits: each
+    comes after the heavy kernels (matmuls, attention, convolutions: whatever runs as a kernel of its own) that stand
+    before it, and before those behind it. Pointwise kernels stay free to fuse where that keeps the chain.
+    """
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        event: BaseSchedulerNode | None = None
+        since: list[BaseSchedulerNode] = []
+        for node in nodes:
+            if is_collective(node.node) or is_wait(node.node):
+                _after(node, [*([event] if event else []), *since])
+                event, since = node, []
+            elif isinstance(node, ExternKernelSchedulerNode) or node.is_template():
+                _after(node, [event] if event else [])
+                since.append(node)
+        if event is not None:
+            event.scheduler.compute_ancestors()  # what fusion consults for cycles
+        return nodes
+
+    def uuid(self) -> str:
+        return "fxshard.KeepOrder.1"
+
+
+def _after(node: BaseSchedulerNode, others: Sequence[BaseSchedulerNode]) -> None:
+    mutating = next(iter(node.get_buffer_names()))
+    for other in others:
+        node.add_fake_dep(WeakDep(next(iter(other.get_buffer_names())), mutating_buf=mutating, is_fake=True))
+
+
+def inductor_compile(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], kind: str, static: Sequence[int], settings: dict[str, Any]
+) -> Any:
+    """Inductor's code for a partitioned ATen graph, with the order of its collectives kept. Checked: 2.13.
+
+    ``kind`` is forward, backward or inference. Switches that reorder or rebucket collectives are off for this compile.
+    """
+    keep_order = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        "reorder_for_compute_comm_overlap": False,
+        "bucket_all_gathers_fx": "none",
+        "bucket_reduce_scatters_fx": "none",
+        "bucket_all_reduces_fx": "none",
+    }
+    known = {name: value for name, value in keep_order.items() if hasattr(config, name)}
+    known["_pre_fusion_custom_pass"] = KeepOrder()
+    with config.patch({**known, **settings}), V.set_fake_mode(detect_fake_mode(inputs)):
+        return compile_fx_inner(
+            gm,
+            inputs,
+            static_input_idxs=tuple(static),
+            is_backward=kind == "backward",
+            is_inference=kind == "inference",
+            cudagraphs=BoxedBool(config.triton.cudagraphs),
+            boxed_forward_device_index=BoxedDeviceIndex(None),
+        )
+
+
+def emitted_code(compiled: Any) -> str | None:
+    """The Python wrapper code of what ``inductor_compile`` returned; None where it did not generate any. Checked: 2.13."""
+    return getattr(compiled, "source_code", None)
+
+
+def joint_graph_passes(gm: torch.fx.GraphModule, settings: dict[str, Any]) -> torch.fx.GraphModule:
+    """Inductor's own rewrites of a joint or inference graph (attention patterns, constant folding). Checked: 2.13."""
+    with config.patch(settings):
+        return run_joint_graph_passes(gm)
+
+
+def keep_output_strides(gm: torch.fx.GraphModule, count: int, first: int = 0) -> None:
+    """Make Inductor return outputs ``first`` to ``first + count`` with the strides of the graph. Checked: 2.13."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    values = output.args[0]
+    last = min(first + count, len(values))
+    output.meta["user_visible_output_idxs"] = [i for i in range(first, last) if isinstance(values[i], torch.fx.Node)]
+
+
+def forward_output_start() -> int:
+    """The number of mutated inputs that AOTAutograd returns ahead of a forward graph's own outputs. Checked: 2.13."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    return metadata.num_mutated_inp_runtime_indices if metadata is not None else 0
