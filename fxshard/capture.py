@@ -49,7 +49,7 @@ class Capture:
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, ...]:
         if self.options.codegen == "inductor":
             joint = _inductor.joint_graph_passes(joint, dict(self.options.inductor))
-        self.dump.graph("joint", joint)
+        self.dump.stage("joint", "captured", joint)
         tag_reshard.run(joint)
         return _torch.min_cut_partition(joint, inputs, **kwargs)
 
@@ -65,11 +65,14 @@ class Capture:
             buckets = Buckets.of([gm.graph])
             plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch)
             self.plans[kind] = plan
-            rewrite(gm, plan, buckets, lambda stage, g: self.dump.graph(f"{kind}-{stage}", g, plan))
+            rewrite(gm, plan, buckets, lambda stage, g: self.dump.stage(kind, stage, g))
+            self.dump.schedule(gm.graph, plan)
         if kind != "backward":
             _inductor.keep_output_strides(gm, outputs, _inductor.forward_output_start() if kind == "forward" else 0)
         static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))
-        return _guarded(generate(gm, inputs, kind, self.options, static), read, reduced)
+        compiled = generate(gm, inputs, kind, self.options, static)
+        self.dump.code(kind, _inductor.emitted_code(compiled))
+        return _guarded(compiled, read, reduced)
 
 
 def _guarded(compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, int]]) -> Compiled:

@@ -66,7 +66,7 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
         grad = convert(graph, reduced, bucket.dtypes.storage)
     total.replace_all_uses_with(grad)
     graph.erase_node(anchor)
-    for node in _tree(total):  # every sum before what it adds up
+    for node in list(_tree(total)):  # every sum before what it adds up
         graph.erase_node(node)
     return None
 

@@ -74,7 +74,7 @@ def _check_saved(gm: fx.GraphModule, launches: list[fx.Node], plan: Plan) -> Non
         if LAUNCHES[launch.target] != "all_gather" or "fxshard" not in launch.meta:
             continue
         bucket = plan.bucket(launch.meta["fxshard"])
-        saved = next((n for n in _aliases(launch) if n in returned), None)
+        saved = next((n for n in aliases(launch) if n in returned), None)
         if bucket.reshard and saved is not None:
             raise VerifyError(
                 f"{saved.name} is a view of the gathered buffer of bucket {bucket.name} and is kept for backward, though "
@@ -82,7 +82,7 @@ def _check_saved(gm: fx.GraphModule, launches: list[fx.Node], plan: Plan) -> Non
             )
 
 
-def _aliases(launch: fx.Node) -> list[fx.Node]:
+def aliases(launch: fx.Node) -> list[fx.Node]:
     """The launch, its wait and all views of it."""
     found = [launch]
     for node in found:

@@ -10,7 +10,6 @@ import torch
 from sharded_cases import CASES, cuts_of, mesh_of, shard, values
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fxshard.layout_tensor import LayoutTensor
 
@@ -26,7 +25,7 @@ def _same(ours: Any, theirs: Any, name: str, **tolerance: float) -> None:
     if isinstance(theirs, Tensor):
         torch.testing.assert_close(_whole(ours), theirs, equal_nan=True, msg=lambda m: f"{name}: {m}", **tolerance)
     else:
-        assert ours == theirs, name
+        assert ours == theirs or ours != ours and theirs != theirs, name
 
 
 # ---- element-wise ---------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ ELEMENTWISE = {
     "expanded scalar": lambda x, y: x + torch.tensor(2.0).expand(x.shape),
     "comparison": lambda x, y: (x > y) & ~(x == 0) | (y <= 0.5),
     "where": lambda x, y: torch.where(x > 0, x, 0.5),
-    "clamp": lambda x, y: x.clamp(-0.5, y.abs()),
+    "clamp": lambda x, y: x.clamp(-y.abs(), y.abs() + 1),
     "addcmul": lambda x, y: torch.addcmul(x, y, y, value=0.3),
     "lerp": lambda x, y: x.lerp(y, torch.tensor(0.3)),
     "pow": lambda x, y: 2**x + x.abs() ** y,
@@ -144,7 +143,7 @@ def test_reductions_work_without_a_process_group():
 
 
 def _items_of_single_elements() -> list[float]:
-    tensor = shard([torch.tensor([[2.5]]), torch.tensor([4.0])], cuts_of(mesh_of(), cases=[((1, 1), 0), ((1,), 0)]))
+    tensor = shard([torch.tensor([[2.5]]), torch.tensor([4.0])], cuts_of(mesh_of(), [[((1, 1), 0), ((1,), 0)]]))
     return [t.item() for t in tensor]
 
 
@@ -154,9 +153,9 @@ def test_every_rank_reads_the_item_of_a_tensor_that_one_rank_owns(ranks2):
 
 def _collectives_of_norms() -> int:
     tensors = shard(values(), cuts_of(mesh_of()))
-    with CommDebugMode() as comm:
+    with torch.profiler.profile() as profile:
         torch._foreach_norm(tensors, 2)
-    return comm.get_total_counts()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("_c10d_functional::all_"))
 
 
 def test_a_list_of_norms_is_one_collective(ranks2):
@@ -164,7 +163,7 @@ def test_a_list_of_norms_is_one_collective(ranks2):
 
 
 def test_reductions_of_no_elements_are_those_of_plain_tensors():
-    sharded = shard([torch.empty(0, 4)], cuts_of(mesh_of(), cases=[((0, 4), 0)]))[0]
+    sharded = shard([torch.empty(0, 4)], cuts_of(mesh_of(), [[((0, 4), 0)]]))[0]
     assert sharded.sum() == 0 and sharded.norm() == 0 and sharded.prod() == 1 and not sharded.any() and sharded.all()
     with pytest.raises(IndexError, match="no elements"):
         sharded.amax()
@@ -206,7 +205,6 @@ REFUSED = {
     "where": lambda x: torch.where(x),
     "triu": lambda x: x.triu(),
     "expand": lambda x: x.expand(2, 7, 3),
-    "dropout": lambda x: nn.functional.dropout(x, 0.5),
     "bernoulli": lambda x: x.bernoulli(),
     "resize": lambda x: x.resize_(3, 7),
     "set": lambda x: x.set_(torch.ones(1)),
@@ -237,7 +235,7 @@ def test_an_op_without_a_right_local_form_names_itself_and_full_tensor(name):
 
 
 def test_tensors_that_are_cut_differently_do_not_mix():
-    cuts = cuts_of(mesh_of(), cases=[((7, 3), 0), ((7, 3), 0)])
+    cuts = cuts_of(mesh_of(), [[((7, 3), 0), ((7, 3), 0)]])
     x, y = shard([torch.ones(7, 3)] * 2, cuts)
     with torch.no_grad():
         for op in (
