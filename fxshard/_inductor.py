@@ -84,7 +84,7 @@ def inductor_compile(
 
 
 def emitted_code(compiled: Any) -> str | None:
-    """The Python wrapper code of what ``inductor_compile`` returned; None where it did not generate any. Checked: 2.13."""
+    """The Python wrapper code of what ``inductor_compile`` returned; None where there is none. Checked: 2.13."""
     return getattr(compiled, "source_code", None)
 
 

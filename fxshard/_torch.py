@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -54,12 +53,6 @@ def allow_foreach(cls: type[torch.Tensor]) -> None:
             supported.append(cls)  # type: ignore[arg-type]
 
 
-def op_names(prefix: str) -> list[str]:
-    """Names without namespace of the aten ops that start with ``prefix``, overloads merged, sorted. Checked: 2.13."""
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted({n.split("::")[1].split(".")[0] for n in names if n.startswith(f"aten::{prefix}")})
-
-
 def collective_device_type(group: dist.ProcessGroup | None) -> str:
     """The device type that ``group`` (None: the default one) serves, the CPU where it serves several. Checked: 2.13."""
     return dist.distributed_c10d._get_object_coll_device(group)
@@ -69,7 +62,7 @@ def placement_with_rows(placement: Shard, rows: Callable[[int], tuple[int, int]]
     """A copy of ``placement`` that states ``rows(rank)``, first row and count, as a rank's part. Checked: 2.13."""
     told = copy.copy(placement)
     told._local_shard_size_and_offset = (  # type: ignore[method-assign]
-        lambda curr_local_size, num_chunks, rank: tuple(reversed(rows(rank)))  # type: ignore[assignment, return-value]
+        lambda curr_local_size, num_chunks, rank: tuple(reversed(rows(rank)))  # type: ignore[arg-type, assignment, return-value]
     )
     return told
 

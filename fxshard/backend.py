@@ -13,7 +13,11 @@ from fxshard.options import parse_options
 
 
 def fxshard(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's: fuse, schedule and lower the collectives of sharded parameters.
 

@@ -20,6 +20,7 @@ from fxshard import _inductor, _torch
 from fxshard.codegen import Compiled, generate
 from fxshard.facts import GATHER, REDUCE, Buckets, nodes_of, read_graph
 from fxshard.inspect.dump import Dump
+from fxshard.inspect.schedule import Step, steps_of
 from fxshard.options import Options
 from fxshard.passes import tag_reshard
 from fxshard.passes.pipeline import rewrite
@@ -29,11 +30,15 @@ from fxshard.registry import lookup
 
 @dataclass
 class Capture:
-    """One graph of Dynamo's on its way through the pipeline; ``plans`` has what was decided, by kind of graph."""
+    """One graph of Dynamo's on its way through the pipeline.
+
+    By kind of graph, ``plans`` has what was decided and ``steps`` the order that came of it.
+    """
 
     options: Options
     dump: Dump
     plans: dict[str, Plan] = field(default_factory=dict)
+    steps: dict[str, list[Step]] = field(default_factory=dict)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         outputs = _output_count(gm)
@@ -66,7 +71,8 @@ class Capture:
             plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch)
             self.plans[kind] = plan
             rewrite(gm, plan, buckets, lambda stage, g: self.dump.stage(kind, stage, g))
-            self.dump.schedule(gm.graph, plan)
+            self.steps[kind] = steps_of(gm.graph, plan)
+            self.dump.schedule(plan, self.steps[kind])
         if kind != "backward":
             _inductor.keep_output_strides(gm, outputs, _inductor.forward_output_start() if kind == "forward" else 0)
         static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))

@@ -54,7 +54,7 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.mesh.ndim not in (1, 2):
-            raise ValueError(f"a cut needs a mesh of 1 dim (shard) or 2 (replicate, shard), but it has {self.mesh.ndim}")
+            raise ValueError(f"a cut needs a mesh of 1 dim (shard) or 2 (replicate, shard), not of {self.mesh.ndim}")
         if self.layout.dp_size != self.shard_world:
             raise ValueError(
                 f"the layout has {self.layout.dp_size} segments, but the shard dim of the mesh has {self.shard_world} "

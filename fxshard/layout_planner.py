@@ -121,9 +121,10 @@ def split_by_row_family(
     Tensors with equal rows (blocks) stay together, since a segment that suits one of them suits all. Starting from one
     bucket per row size, the two whose union costs least are merged again and again. Where no split meets the bound, it
     is the fewest buckets within ``waste_bound`` of the least waste found. Ids ascend inside a bucket, buckets by their
-    first id. The other arguments, and the errors, are those of ``plan_compact``.
+    first id. The other arguments, and the errors, are those of ``plan_compact``; a negative bound is a ``ValueError``.
     """
     check_dp_size(dp_size)
+    _check_waste_bound(waste_bound)
     sizes = [torch.Size(shape) for shape in shapes]
     blocks = block_numels(sizes, block_sizes)
     rows = [block_sizes] * len(sizes) if isinstance(block_sizes, int) else list(block_sizes)
@@ -133,12 +134,11 @@ def split_by_row_family(
         return _least_segment([items[i] for i in bucket if i in items], dp_size)
 
     def planned(buckets: list[list[int]]) -> int:
-        return sum(
-            plan_compact(
-                [sizes[i] for i in bucket], dp_size, block_sizes=[rows[i] for i in bucket], align=align
-            ).size
-            for bucket in buckets
+        plans = (
+            plan_compact([sizes[i] for i in ids], dp_size, block_sizes=[rows[i] for i in ids], align=align)
+            for ids in buckets
         )
+        return sum(plan.size for plan in plans)
 
     used = sum(item.numel for item in items.values())
     everything = [list(range(len(sizes)))]
@@ -173,12 +173,16 @@ def waste_reason(
 ) -> str | None:
     """Why one bucket of these tensors wastes more than ``waste_bound``, as a sentence; None if it does not.
 
-    ``names`` replaces "tensor 3" in the sentence. The errors are those of ``plan_compact``.
+    ``names``, one per tensor, replace "tensor 3" in the sentence. The errors are those of ``plan_compact``; a negative
+    bound or another number of names is a ``ValueError``.
     """
+    _check_waste_bound(waste_bound)
     layout = plan_compact(shapes, dp_size, block_sizes=block_sizes)
+    sizes = layout.tensor_shapes
+    if names is not None and len(names) != len(sizes):
+        raise ValueError(f"{len(sizes)} tensors need as many names, but there are {len(names)}")
     if layout.waste <= waste_bound:
         return None
-    sizes = layout.tensor_shapes
     items = _items([shape.numel() for shape in sizes], block_numels(sizes, block_sizes))
     fair, segment = -(-layout.used // dp_size), layout.rank_size(0)
     excess = f"{segment:,} ({layout.waste:.1%} waste)"
@@ -199,11 +203,16 @@ def waste_reason(
     )
 
 
+def _check_waste_bound(waste_bound: float) -> None:
+    if waste_bound < 0:
+        raise ValueError(f"waste_bound is a share of the used elements and cannot be negative: {waste_bound}")
+
+
 def _enumerate(members: Sequence[str]) -> str:
     return ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
 
 
-class Item(NamedTuple):
+class _Item(NamedTuple):
     """One non-empty tensor, as the planner sees it: ``numel`` elements in blocks of ``block`` that stay whole."""
 
     id: int
@@ -211,28 +220,28 @@ class Item(NamedTuple):
     block: int
 
 
-def _items(numels: Sequence[int], blocks: Sequence[int]) -> list[Item]:
-    return [Item(i, numel, block) for i, (numel, block) in enumerate(zip(numels, blocks, strict=True)) if numel]
+def _items(numels: Sequence[int], blocks: Sequence[int]) -> list[_Item]:
+    return [_Item(i, numel, block) for i, (numel, block) in enumerate(zip(numels, blocks, strict=True)) if numel]
 
 
-def _cut_once_from(item: Item) -> int:
+def _cut_once_from(item: _Item) -> int:
     """The shortest segment that leaves the tensor with at most one boundary inside."""
     return item.block * -(-item.numel // item.block // 2)
 
 
-def _segment_bound(items: Sequence[Item], dp_size: int) -> int:
+def _segment_bound(items: Sequence[_Item], dp_size: int) -> int:
     used = sum(item.numel for item in items)
     families = {item.block for item in items if item.numel * dp_size > used}
     gaps = sum(block - 1 for block in families) + sum(nlargest(dp_size - 1, (item.block - 1 for item in items)))
     return _pad_to_multiple(used + gaps, math.lcm(*families) * dp_size) // dp_size
 
 
-def _least_segment(items: Sequence[Item], dp_size: int, at_least: int = 0, multiple_of: int = 1) -> int:
+def _least_segment(items: Sequence[_Item], dp_size: int, at_least: int = 0, multiple_of: int = 1) -> int:
     """The shortest segment that holds a fair share and suits each tensor by itself, whether or not they all pack."""
     segment = max(at_least, -(-sum(item.numel for item in items) // dp_size))
     if dp_size == 1:
         return _pad_to_multiple(segment, multiple_of)
-    longest: dict[int, Item] = {}
+    longest: dict[int, _Item] = {}
     for item in items:
         if item.block not in longest or item.numel > longest[item.block].numel:
             longest[item.block] = item
@@ -252,7 +261,7 @@ class _Packing:
     With ``strict`` every item starts on a multiple of ``align``; without, those do that can with the room to spare.
     """
 
-    def __init__(self, items: Sequence[Item], dp_size: int, segment: int, align: int, *, strict: bool) -> None:
+    def __init__(self, items: Sequence[_Item], dp_size: int, segment: int, align: int, *, strict: bool) -> None:
         self.segment, self.size, self.align, self.strict = segment, dp_size * segment, align, strict
         self.spare = self.size - sum(item.numel for item in items)
         # Long items that fit only when shifted come first. The others follow in families of equal blocks: no gaps
@@ -290,7 +299,7 @@ class _Packing:
         starts = (_pad_to_multiple(start, self.align if self.strict else 1) for start, _ in gaps)
         return [(start, end) for start, (_, end) in zip(starts, gaps, strict=True) if end - start >= self.smallest]
 
-    def _fit(self, item: Item, start: int, end: int) -> int | None:
+    def _fit(self, item: _Item, start: int, end: int) -> int | None:
         """Where the item goes in the gap from ``start`` to ``end``, if it fits."""
         offset = self._first_start(item, start, end, self.align)
         if not self.strict:
@@ -300,7 +309,7 @@ class _Packing:
             self.spare -= offset - unaligned
         return offset if offset + item.numel <= end else None
 
-    def _first_start(self, item: Item, start: int, end: int, align: int) -> int:
+    def _first_start(self, item: _Item, start: int, end: int, align: int) -> int:
         """The first legal offset from ``start`` on that is a multiple of ``align``, or one too late for ``end``."""
         while True:
             offset = _pad_to_multiple(start, align)
@@ -324,7 +333,7 @@ def _blocks_before(boundary: int, room: int, block: int, align: int) -> int:
     return max(0, most - (most - residue) % step)
 
 
-def _search(items: Sequence[Item], dp_size: int, low: int, high: int, align: int) -> tuple[int, dict[int, int]] | None:
+def _search(items: Sequence[_Item], dp_size: int, low: int, high: int, align: int) -> tuple[int, dict[int, int]] | None:
     """A short segment in ``[low, high]`` that the items pack into, and their offsets. None if no tried one does."""
     best: tuple[int, dict[int, int]] | None = None
     for grid in _grids(items, align, high):
@@ -339,22 +348,22 @@ def _precision(low: int) -> int:
     return max(1, low >> 12)
 
 
-def _grids(items: Sequence[Item], align: int, ceiling: int) -> list[int]:
+def _grids(items: Sequence[_Item], align: int, ceiling: int) -> list[int]:
     """Numbers whose multiples are worth trying as segments, since boundaries then meet the rows of more tensors.
 
-    One, ``align``, then the block that holds most elements, its lcm with the next, and with the third.
+    ``align``, its lcm with the block that holds most elements, with the next too, and with the third.
     """
     held: dict[int, int] = {}
     for item in items:
         held[item.block] = held.get(item.block, 0) + item.numel
-    grids = [1, align]
+    grids = [align]
     for block in sorted(held, key=lambda block: (-held[block], block))[:3]:
         grids.append(math.lcm(grids[-1], block))
     return sorted({grid for grid in grids if grid <= ceiling})
 
 
 def _search_grid(
-    items: Sequence[Item], dp_size: int, low: int, high: int, align: int, grid: int
+    items: Sequence[_Item], dp_size: int, low: int, high: int, align: int, grid: int
 ) -> tuple[int, dict[int, int]] | None:
     """``_search`` among multiples of ``grid`` and ``high``: the step doubles until the items fit, then halves."""
     precision = _precision(low)

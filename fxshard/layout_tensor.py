@@ -47,7 +47,7 @@ class LayoutTensor(DTensor):
     __slots__ = ["_cut"]
     _cut: Cut
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __new__(cls, *args: Any, **kwargs: Any) -> LayoutTensor:
         raise TypeError("LayoutTensor is not built directly; use LayoutTensor.from_local_slab(slab, cut)")
 
     @staticmethod

@@ -6,9 +6,10 @@ values) and does nothing where that dim has one rank. Ranks take the same branch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,9 @@ def reduce_over(grad: Tensor, op: str, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 @contextmanager
-def generator_of_first_rank(generator: torch.Generator | None, device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
+def generator_of_first_rank(
+    generator: torch.Generator | None, device: torch.device, mesh: DeviceMesh
+) -> Iterator[None]:
     """Draw as the first rank of ``mesh`` would: its generator state in place of this rank's (the device's default one).
 
     Collective over all dims of the mesh. Where this rank's state was the same, the draws advance it; otherwise it is as
@@ -104,6 +107,8 @@ def generator_of_first_rank(generator: torch.Generator | None, device: torch.dev
     if mesh.size() == 1 or device.type == "meta":
         yield
         return
+    get: Callable[[], Tensor]
+    set_: Callable[[Tensor], Any]
     if generator is not None:
         get, set_ = generator.get_state, generator.set_state
     elif device.type == "cpu":

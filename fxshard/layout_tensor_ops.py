@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fxshard import _torch
 from fxshard.cut import Cut
 from fxshard.layout_tensor import LayoutTensor, Rule, like_slab, refusal, wrap
 from fxshard.layout_tensor_comm import generator_of_first_rank
@@ -26,16 +25,43 @@ from fxshard.layout_tensor_comm import generator_of_first_rank
 aten = torch.ops.aten
 
 # Element-wise ops by base name; the in-place form `name_` and the `out=` overloads come with each.
-_ELEMENTWISE = ["abs", "acos", "acosh", "add", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "conj_physical", "copysign", "cos", "cosh", "deg2rad", "digamma", "div", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "ge", "gelu", "gt", "hardtanh", "heaviside", "hypot", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le", "leaky_relu", "lerp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg", "nextafter", "positive", "pow", "rad2deg", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "sqrt", "square", "sub", "tan", "tanh", "threshold", "trunc", "where", "xlogy", "sigmoid_backward", "tanh_backward", "threshold_backward"]
+# fmt: off
+_ELEMENTWISE = (
+    "abs", "acos", "acosh", "add", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil",
+    "clamp", "clamp_max", "clamp_min", "conj_physical", "copysign", "cos", "cosh", "deg2rad", "digamma", "div",
+    "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "floor_divide", "fmax", "fmin", "fmod",
+    "frac", "ge", "gelu", "gt", "hardtanh", "heaviside", "hypot", "isfinite", "isinf", "isnan", "isneginf",
+    "isposinf", "le", "leaky_relu", "lerp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "nan_to_num", "ne", "neg", "nextafter", "positive", "pow", "rad2deg", "reciprocal", "relu", "remainder",
+    "round", "rsqrt", "rsub", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus",
+    "sqrt", "square", "sub", "tan", "tanh", "threshold", "trunc", "where", "xlogy", "sigmoid_backward",
+    "tanh_backward", "threshold_backward",
+)
+# fmt: on
 
 _INPLACE_ONLY = ("fill_", "zero_")
 
 # Overloads of the packets above that are no map over elements.
 _EXCEPT = {"where.default"}
 
-_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum"}
+# Element-wise multi-tensor ops `_foreach_name`, each with its in-place form.
+# fmt: off
+_FOREACH = (
+    "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp_max", "clamp_min", "clone", "copy",
+    "cos", "cosh", "div", "erf", "erfc", "exp", "expm1", "floor", "frac", "lerp", "lgamma", "log", "log10", "log1p",
+    "log2", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin",
+    "sinh", "sqrt", "sub", "tan", "tanh", "trunc", "zero",
+)
+# fmt: on
 
-_RANDOM = ["normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_", "bernoulli_", "rand_like", "randn_like", "randint_like"]
+# fmt: off
+_RANDOM = (
+    "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_", "bernoulli_",
+    "rand_like", "randn_like", "randint_like",
+)
+# fmt: on
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
@@ -70,6 +96,14 @@ def _first_cut(func: Any, args: Iterable[Any], whole: Any) -> Cut:
     raise NotImplementedError(refusal(func, whole))
 
 
+def note_writes(locals_: Iterable[Tensor]) -> None:
+    """Raise the version counters of local parts that were written to, and so those of the flat shards.
+
+    Ops called below autograd do not do it; without it, autograd would miss that a saved flat shard has changed.
+    """
+    increment_version([t for t in locals_ if not t.is_inference()])
+
+
 # ---- element-wise --------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +119,7 @@ def _inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs:
         kwargs = {name: local_operand(func, value, cut, args) for name, value in kwargs.items()}
     func(local, *operands, **kwargs)
-    increment_version(local)
+    note_writes([local])
     return target
 
 
@@ -107,7 +141,7 @@ def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operands = [local_operand(func, value, cut, args) for value in args]
     kwargs = {name: local_operand(func, value, cut, args) for name, value in kwargs.items()}
     func(*operands, **kwargs)
-    increment_version(local)
+    note_writes([local])
     return out
 
 
@@ -153,7 +187,7 @@ def _beside(func: Any, tensors: Any, cuts: list[Cut | None]) -> list[Tensor]:
 def _foreach_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     unwrapped, _ = local_lists(func, args)
     func(*unwrapped, **kwargs)
-    increment_version([t for t in unwrapped[0] if isinstance(t, Tensor)])
+    note_writes(unwrapped[0])
 
 
 def _foreach_functional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -168,7 +202,7 @@ def _fused_optimizer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     func(*unwrapped, **kwargs)
     for tensors in unwrapped:
         if isinstance(tensors, list):
-            increment_version(tensors)
+            note_writes(tensors)
 
 
 # ---- factories and copies ------------------------------------------------------------------------------------------
@@ -177,6 +211,10 @@ def _fused_optimizer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutTensor:
     """``detach`` and ``alias``: the same local part."""
     source = args[0]
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        # Autograd gives the alias its source's version counter, which a tensor made in inference mode cannot have.
+        with torch.inference_mode(False):
+            return wrap(source._local_tensor, source._cut)
     return wrap(source._local_tensor, source._cut)
 
 
@@ -220,7 +258,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(source) in (Tensor, torch.nn.Parameter) and source.shape == target.shape:
         source = target._cut.own_part(source)
         target._local_tensor.copy_(source, *args[2:], **kwargs)
-        increment_version(target._local_tensor)
+        note_writes([target._local_tensor])
         return target
     return _inplace(func, args, kwargs)
 
@@ -229,10 +267,11 @@ def _put_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[mask] = value``: a sharded bool mask of equal cut and one value."""
     target, indices, value, *rest = args
     mask = indices[0]
-    if not (
-        type(target) is type(mask) is LayoutTensor and len(indices) == 1 and mask.dtype == torch.bool
-    ) or (value.numel() != 1 or any(rest) or any(kwargs.values())):
-        raise NotImplementedError(refusal(func, args, kwargs, because="of x[index] = value, only one value at a mask works"))
+    if not (type(target) is type(mask) is LayoutTensor and len(indices) == 1 and mask.dtype == torch.bool) or (
+        value.numel() != 1 or any(rest) or any(kwargs.values())
+    ):
+        reason = "of x[index] = value, only one value at a sharded mask works"
+        raise NotImplementedError(refusal(func, args, kwargs, because=reason))
     _inplace(aten.masked_fill_.Tensor, (target, mask, value.reshape(())), {})
     return target
 
@@ -259,7 +298,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutT
     if drawn is not full:
         return wrap(like_slab(cut.own_part(drawn), cut), cut)
     local.copy_(cut.own_part(drawn))
-    increment_version(local)
+    note_writes([local])
     return target
 
 
@@ -289,13 +328,13 @@ def register(rules: dict[Any, Rule]) -> None:
     enter(_ELEMENTWISE, _functional, out=_into_out)
     enter((f"{name}_" for name in _ELEMENTWISE), _inplace)
     enter(_INPLACE_ONLY, _inplace)
-    foreach = [name for name in _torch.op_names("_foreach_") if name not in _FOREACH_REDUCTIONS]
-    enter((name for name in foreach if not name.endswith("_")), _foreach_functional)
-    enter((name for name in foreach if name.endswith("_")), _foreach_inplace)
+    enter((f"_foreach_{name}" for name in _FOREACH), _foreach_functional)
+    enter((f"_foreach_{name}_" for name in _FOREACH), _foreach_inplace)
     enter(_FUSED, _fused_optimizer)
     enter(("detach", "alias", "lift_fresh"), _alias)
     enter(("clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like"), _like)
     enter(("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"), _new)
     enter(_RANDOM, _random)
+    rules[aten.max.other] = rules[aten.min.other] = _functional
     rules[aten.copy_.default] = _copy_
     rules[aten.index_put_.default] = _put_where

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard.layout_tensor import LayoutTensor, Rule, refusal
 from fxshard.layout_tensor_comm import gather_full, gather_values
-from fxshard.layout_tensor_ops import local_lists, local_operand
+from fxshard.layout_tensor_ops import local_lists, local_operand, note_writes
 
 aten = torch.ops.aten
 
@@ -116,6 +115,7 @@ def _norms(func: Any, tensors: Sequence[Tensor], order: float, dtype: torch.dtyp
     order = float(order)
     by_mesh: dict[DeviceMesh, list[int]] = {}
     norms: dict[int, Tensor] = {}
+    x: Any
     for i, x in enumerate(tensors):
         if x.is_complex():
             raise NotImplementedError(refusal(func, (x,), because="norms of complex tensors are not known"))
@@ -176,7 +176,7 @@ def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
     """GradScaler's check: unscales the local parts; every rank of the shard dim learns of any rank's infinity."""
     unwrapped, cuts = local_lists(func, (grads,))
     func(unwrapped[0], found_inf, inv_scale)
-    increment_version(unwrapped[0])
+    note_writes(unwrapped[0])
     meshes = dict.fromkeys(cut.mesh for cut in cuts if cut is not None)
     for mesh in meshes:
         found_inf.copy_(gather_values(found_inf, mesh).amax(0))

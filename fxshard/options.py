@@ -30,11 +30,10 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kinds: dict[str, type] = {"codegen": str, "prefetch": int, "fuse": bool, "check_order": str, "inductor": Mapping}
-        for name, kind in kinds.items():
+        for name, (kind, said) in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-                raise ValueError(f"option {name!r} takes {_article(kind)}, got {value!r} of type {type(value).__name__}")
+                raise ValueError(f"option {name!r} takes {said}, got {value!r} of type {type(value).__name__}")
         for name, allowed in (("codegen", ("inductor", "eager")), ("check_order", ("warn", "error", "off"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"option {name!r} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
@@ -42,8 +41,13 @@ class Options:
             raise ValueError(f"option 'prefetch' counts units and is at least 0, got {self.prefetch}")
 
 
-def _article(kind: type) -> str:
-    return {str: "a string", int: "an int", bool: "a bool", Mapping: "a mapping"}[kind]
+_KINDS: dict[str, tuple[type, str]] = {
+    "codegen": (str, "a string"),
+    "prefetch": (int, "an int"),
+    "fuse": (bool, "a bool"),
+    "check_order": (str, "a string"),
+    "inductor": (Mapping, "a mapping"),
+}
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

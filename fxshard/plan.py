@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """A bucket as plans see it. Sizes in elements; ``offsets[i]`` and ``shapes[i]`` belong to parameter ``params[i]``."""
+    """A bucket as plans see it. Sizes in elements; ``offsets[i]``, ``shapes[i]`` and ``dims[i]`` are of ``params[i]``."""
 
     name: str
     unit: str

@@ -64,6 +64,11 @@ class Window:
         self.storage = gathered.untyped_storage().data_ptr()
         self.version = self.bucket.flat._version
 
+    @property
+    def regathers(self) -> bool:
+        """Whether backward gathers again what forward gathered."""
+        return self.bucket.unit.reshard_after_forward and self.bucket.groups.gather is not None
+
     def regather(self) -> Tensor:
         """The gathered buffer for backward. ``RuntimeError`` if the parameters were changed since forward."""
         if self.bucket.flat._version != self.version:
@@ -119,7 +124,7 @@ class Scope:
         self.depth += 1
         outermost = self.depth == 1
         try:
-            # Hooks do not compose: inside somebody else's (activation checkpointing, offload) theirs must see everything.
+            # Hooks do not compose: inside somebody else's (activation checkpointing, offload) theirs must see all.
             if outermost and not _torch.saved_tensor_hooks_active():
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                     yield
@@ -133,14 +138,15 @@ class Scope:
                 self.close(unit.buckets)
 
     def _pack(self, saved: Tensor) -> Tensor | _SavedParam:
-        if not self.windows or saved.is_sparse or type(saved) not in (Tensor, nn.Parameter):
+        if not self.windows or saved.layout is not torch.strided or type(saved) not in (Tensor, nn.Parameter):
             return saved
-        address = saved.untyped_storage().data_ptr()
-        for window in self.windows.values():
-            if window.storage == address and window.bucket.unit.reshard_after_forward and window.bucket.groups.gather is not None:
-                same = saved.dtype == window.bucket.dtypes.gather
-                return _SavedParam(window, saved.size(), saved.stride(), saved.storage_offset()) if same else saved
-        return saved
+        window = self._window_at(saved.untyped_storage().data_ptr())
+        if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather:
+            return saved
+        return _SavedParam(window, saved.size(), saved.stride(), saved.storage_offset())
+
+    def _window_at(self, address: int) -> Window | None:
+        return next((w for w in self.windows.values() if w.storage == address), None)
 
 
 def _unpack(saved: Tensor | _SavedParam) -> Tensor:

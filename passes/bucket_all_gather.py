@@ -17,11 +17,14 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from fxshard.bucket import ParamBucket
 from fxshard.facts import GATHER, Buckets, nodes_of
-from fxshard.passes.rewrite import call, convert, fake_of
+from fxshard.passes.rewrite import call, convert, fake_of, mark
 from fxshard.plan import Plan
 
 NAME = "bucket_all_gather"
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
 
 
 def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
@@ -36,22 +39,10 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> None:
     place = {n: i for i, n in enumerate(graph.nodes)}
     uses = [u for n in reads for u in n.users]
     first = min(uses or reads, key=lambda n: place[n])
-    groups, flat = bucket.groups, reads[0].args[0]
+    flat = reads[0].args[0]
     assert isinstance(flat, fx.Node)
     with graph.inserting_before(first):
-        full = convert(graph, flat, bucket.dtypes.gather)
-        if groups.gather is not None:
-            is_complex = bucket.dtypes.gather.is_complex
-            if is_complex:
-                real = call(graph, torch.ops.aten.view_as_real.default, full)
-                full = call(graph, torch.ops.aten.view.default, real, [-1])
-            full = call(graph, torch.ops._c10d_functional.all_gather_into_tensor.default, full, groups.shard_size, groups.gather)
-            full.meta["fxshard"] = name
-            full = call(graph, torch.ops._c10d_functional.wait_tensor.default, full)
-            full.meta["fxshard"] = name
-            if is_complex:
-                pairs = call(graph, torch.ops.aten.view.default, full, [-1, 2])
-                full = call(graph, torch.ops.aten.view_as_complex.default, pairs)
+        full = _gather(graph, bucket, flat, name)
         views: dict[int, fx.Node] = {}
         for read in reads:
             index = read.args[2]
@@ -62,3 +53,19 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> None:
             read.replace_all_uses_with(views[index])
     for read in reads:
         graph.erase_node(read)
+
+
+def _gather(graph: fx.Graph, bucket: ParamBucket, flat: fx.Node, name: str) -> fx.Node:
+    groups, node = bucket.groups, flat
+    if fake_of(flat).dtype != bucket.dtypes.gather:
+        node = mark(name, convert(graph, flat, bucket.dtypes.gather))
+    if groups.gather is None:
+        return node
+    is_complex = bucket.dtypes.gather.is_complex
+    if is_complex:
+        node = call(graph, _aten.view.default, call(graph, _aten.view_as_real.default, node), [-1])
+    node = mark(name, call(graph, _c10d.all_gather_into_tensor.default, node, groups.shard_size, groups.gather))
+    node = mark(name, call(graph, _c10d.wait_tensor.default, node))
+    if is_complex:
+        node = call(graph, _aten.view_as_complex.default, call(graph, _aten.view.default, node, [-1, 2]))
+    return node

@@ -23,7 +23,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
 from fxshard.facts import ADD, REDUCE, Buckets, nodes_of
-from fxshard.passes.rewrite import call, convert
+from fxshard.passes.rewrite import call, convert, mark
 from fxshard.plan import Plan
 
 NAME = "bucket_reduce_scatter"
@@ -62,8 +62,7 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     with graph.inserting_before(anchor):
         grads, ids = [s.args[0] for s in ordered], [s.args[2] for s in ordered]
         packed = call(graph, torch.ops.fxshard.pack_grads.default, grads, bucket.key, ids)
-        reduced = _reduce(graph, bucket, packed, name)
-        grad = convert(graph, reduced, bucket.dtypes.storage)
+        grad = _reduce(graph, bucket, packed, name)
     total.replace_all_uses_with(grad)
     graph.erase_node(anchor)
     for node in list(_tree(total)):  # every sum before what it adds up
@@ -101,9 +100,12 @@ def _reduce(graph: fx.Graph, bucket: ParamBucket, packed: fx.Node, name: str) ->
     if groups.replicate is not None:
         stages.append((_c10d.all_reduce.default, ("sum", groups.replicate)))
     for op, args in stages:
-        launch = call(graph, op, node, *args)
-        node = call(graph, _c10d.wait_tensor.default, launch)
-        launch.meta["fxshard"] = node.meta["fxshard"] = name
+        launch = mark(name, call(graph, op, node, *args))
+        node = mark(name, call(graph, _c10d.wait_tensor.default, launch))
     if is_complex:
         node = call(graph, _aten.view_as_complex.default, call(graph, _aten.view.default, node, [-1, 2]))
-    return node if bucket.divisor == 1 else call(graph, _aten.div.Tensor, node, float(bucket.divisor))
+    if bucket.divisor != 1:
+        node = mark(name, call(graph, _aten.div.Tensor, node, float(bucket.divisor)))
+    if bucket.dtypes.storage != bucket.dtypes.reduce:
+        node = mark(name, convert(graph, node, bucket.dtypes.storage))
+    return node

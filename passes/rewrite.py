@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 CONVERT = torch.ops.prims.convert_element_type.default
 
+MARK = "fxshard"
+"""Key of ``node.meta``: the name of the bucket whose collective the node is part of (cast, launch, wait, division)."""
+
 
 def fake_of(node: fx.Node) -> Tensor:
     """The fake tensor that stands for the node's value. ``ValueError`` if the graph was not captured with them."""
@@ -36,21 +39,25 @@ def _fake_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
     return next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), nullcontext())
 
 
+def mark(name: str, node: fx.Node) -> fx.Node:
+    """Say that a node is part of a bucket's collective; returns the node."""
+    node.meta[MARK] = name
+    return node
+
+
 def convert(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The node's value in ``dtype``; the node itself where it has that dtype."""
     return node if fake_of(node).dtype == dtype else call(graph, CONVERT, node, dtype)
 
 
 def move_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Move ``nodes``, in their order, to just before ``place``."""
+    """Move ``nodes``, in their order, to just before ``place``, which is none of them."""
     for node in nodes:
-        if node is not place:
-            place.prepend(node)
+        place.prepend(node)
 
 
 def move_after(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Move ``nodes``, in their order, to just after ``place``."""
+    """Move ``nodes``, in their order, to just after ``place``, which is none of them."""
     for node in nodes:
-        if node is not place:
-            place.append(node)
-            place = node
+        place.append(node)
+        place = node

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from fxshard.passes.rewrite import move_after, move_before
+from fxshard.passes.rewrite import MARK, move_after, move_before
 from fxshard.plan import Anchor, Collective, Plan
 
 NAME = "schedule_overlap"
@@ -43,7 +43,7 @@ def run(gm: fx.GraphModule, plan: Plan) -> PassResult:
     graph = gm.graph
     before = [n.name for n in graph.nodes]
     launches = {
-        (LAUNCHES[n.target], n.meta["fxshard"]): n for n in graph.nodes if n.target in LAUNCHES and "fxshard" in n.meta
+        (LAUNCHES[n.target], n.meta[MARK]): n for n in graph.nodes if n.target in LAUNCHES and MARK in n.meta
     }
     _schedule_gathers(graph, plan, launches)
     for op in ("reduce_scatter", "all_reduce"):  # all-reduces are placed around the waits of reduce-scatters
@@ -67,7 +67,7 @@ def _schedule_gathers(graph: fx.Graph, plan: Plan, launches: Launches) -> None:
             place = wait_of(launches[planned.op, planned.launch.bucket])
         chain = [*_only_inputs(launch), launch]
         if place is None:
-            start = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+            start = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr") and n not in chain)
             move_before(start, chain)
         else:
             move_after(place, chain)

@@ -16,10 +16,12 @@ from collections import Counter
 import torch
 from torch import fx
 
+from fxshard.passes.rewrite import MARK
 from fxshard.passes.schedule_overlap import LAUNCHES, WAIT
 from fxshard.plan import Plan
 
-_ALIASING = {"view", "slice", "permute", "t", "transpose", "alias", "reshape", "select", "expand", "as_strided", "detach"}
+_ALIASING = {"slice", "permute", "t", "transpose", "alias", "reshape", "select", "expand", "as_strided", "detach"}
+_ALIASING |= {"view", "view_as_real", "view_as_complex", "param_view"}
 
 
 class VerifyError(RuntimeError):
@@ -48,7 +50,7 @@ def _check_wait(launch: fx.Node) -> None:
 
 
 def _check_counts(launches: list[fx.Node], plan: Plan) -> None:
-    there = Counter((LAUNCHES[n.target], n.meta["fxshard"]) for n in launches if "fxshard" in n.meta)
+    there = Counter((LAUNCHES[n.target], n.meta[MARK]) for n in launches if MARK in n.meta)
     planned = {(c.op, c.bucket) for c in (*plan.gathers, *plan.reductions)}
     for (op, bucket), count in there.items():
         if count > 1:
@@ -60,9 +62,9 @@ def _check_counts(launches: list[fx.Node], plan: Plan) -> None:
 
 
 def _check_order(launches: list[fx.Node], plan: Plan) -> None:
-    for kind, planned in (("all_gather", plan.gathers), ("reduce_scatter", plan.reductions), ("all_reduce", plan.reductions)):
-        wanted = [c.bucket for c in planned if c.op == kind]
-        there = [n.meta["fxshard"] for n in launches if LAUNCHES[n.target] == kind and "fxshard" in n.meta]
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        wanted = [c.bucket for c in (*plan.gathers, *plan.reductions) if c.op == kind]
+        there = [n.meta[MARK] for n in launches if LAUNCHES[n.target] == kind and MARK in n.meta]
         if there != [b for b in wanted if b in there]:
             raise VerifyError(f"{kind}s are launched in the order {there}, but the plan's order is {wanted}")
 
@@ -71,14 +73,14 @@ def _check_saved(gm: fx.GraphModule, launches: list[fx.Node], plan: Plan) -> Non
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     returned = {n for n in torch.utils._pytree.tree_leaves(output.args) if isinstance(n, fx.Node)}
     for launch in launches:
-        if LAUNCHES[launch.target] != "all_gather" or "fxshard" not in launch.meta:
+        if LAUNCHES[launch.target] != "all_gather" or MARK not in launch.meta:
             continue
-        bucket = plan.bucket(launch.meta["fxshard"])
+        bucket = plan.bucket(launch.meta[MARK])
         saved = next((n for n in aliases(launch) if n in returned), None)
         if bucket.reshard and saved is not None:
             raise VerifyError(
-                f"{saved.name} is a view of the gathered buffer of bucket {bucket.name} and is kept for backward, though "
-                f"unit {bucket.unit} reshards after forward; the whole buffer would stay allocated"
+                f"{saved.name} is a view of the gathered buffer of bucket {bucket.name} and is kept for backward, "
+                f"though unit {bucket.unit} reshards after forward; the whole buffer would stay allocated"
             )
 
 
@@ -88,11 +90,11 @@ def aliases(launch: fx.Node) -> list[fx.Node]:
     for node in found:
         for user in node.users:
             name = getattr(user.target, "__name__", "").split(".")[0]
-            if (user.target is WAIT or name in _ALIASING or name == "param_view") and user not in found:
+            if (user.target is WAIT or name in _ALIASING) and user not in found:
                 found.append(user)
     return found
 
 
 def _said(node: fx.Node) -> str:
-    where = f" of bucket {node.meta['fxshard']}" if "fxshard" in node.meta else ""
+    where = f" of bucket {node.meta[MARK]}" if MARK in node.meta else ""
     return f"{node.name} ({LAUNCHES[node.target]}{where})"

@@ -121,8 +121,11 @@ def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Co
     torch.set_num_threads(1)
 
     def init() -> None:
+        store = dist.TCPStore(_HOST, port, is_master=False)
+        # On a busy machine workers start seconds apart: the group's timeout must not count that.
+        store.set(f"started {rank}", "")
+        store.wait([f"started {peer}" for peer in range(world_size)])
         limit = timedelta(seconds=timeout)
-        store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
     connection.send_bytes(_attempt(init))
@@ -146,8 +149,8 @@ def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Co
 class RankPool:
     """`world_size` spawned processes with one gloo default group, started at the first `run` and reused by later ones.
 
-    Each worker has one thread, no GPU and no launch environment (`WORLD_SIZE` and the like are unset). Any failed run tears the
-    pool down, since a group that a peer left half way cannot be trusted; the next run starts a fresh one.
+    Each worker has one thread, no GPU and no launch environment (`WORLD_SIZE` and the like are unset). Any failed run
+    tears the pool down, since a group that a peer left half way cannot be trusted; the next run starts a fresh one.
 
     group_timeout: seconds a collective waits for its peers. deadline: seconds `run` waits for all answers.
     """
@@ -264,12 +267,18 @@ class Exit:
 
 def _child(folder: str) -> None:
     """Main of a fresh process: run the job in `folder`, record how it ended, and end the same way."""
-    rank = os.environ["FXSHARD_TEST_RANK"]
+    rank, world_size = os.environ["FXSHARD_TEST_RANK"], int(os.environ["FXSHARD_TEST_WORLD_SIZE"])
     _dump_stacks_on_signal(str(Path(folder, f"{rank}.stacks")))
     torch.set_num_threads(1)
     path, call = pickle.loads(Path(folder, "job").read_bytes())
     _import_from(path)
-    fn, args = pickle.loads(call)
+    try:
+        fn, args = pickle.loads(call)
+    finally:
+        Path(folder, f"{rank}.started").touch()
+    # Imports take seconds, more on a busy machine: all children call `fn` together, so that its timing means something.
+    while len(list(Path(folder).glob("*.started"))) < world_size:
+        time.sleep(0.01)
     record: dict[str, Any] = {"began": time.monotonic()}
     result = Path(folder, f"{rank}.result")
     result.write_bytes(_encode(record))
@@ -293,7 +302,8 @@ def run_processes(
 
     The environment is a launcher's (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; the store is
     served by this process as `torchrun` does), without GPUs. `env` changes it for all of them; None removes a variable.
-    Whatever a child does is a result; only one alive after `deadline` seconds is an AssertionError, with its stacks.
+    They call `fn` together once all have started. Whatever a child does is a result; only one alive after `deadline`
+    seconds is an AssertionError, with its stacks.
     """
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fxshard-processes-") as folder:
@@ -313,7 +323,7 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     values = (str(rank), str(rank), str(world_size), _HOST, str(port), "True")
     launch = dict(zip(_LAUNCH, values, strict=True))
-    own: dict[str, str | None] = {"FXSHARD_TEST_RANK": str(rank)}
+    own: dict[str, str | None] = {"FXSHARD_TEST_RANK": str(rank), "FXSHARD_TEST_WORLD_SIZE": str(world_size)}
     environment = _apply(dict(os.environ), {**_worker_env(), **launch, **own, **env})
     main = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import ranks; ranks._child({folder!r})"
     with Path(folder, f"{rank}.stdout").open("wb") as out, Path(folder, f"{rank}.stderr").open("wb") as err:

@@ -49,7 +49,7 @@ def fsdp2_wrap(
         options["mp_policy"] = mp_policy
     if cpu_offload:
         # Pinned memory speeds up copies to an accelerator and cannot be had without one.
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     for module in wrapped:
         fully_shard(module, **options)
 

@@ -7,6 +7,7 @@ One folder a captured graph (``graph0``, ``graph1``, ...), files numbered in the
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fxshard.inspect.plan_text import plan_text
-from fxshard.inspect.schedule import schedule_text
+from fxshard.inspect.schedule import Step, schedule_text
 from fxshard.plan import Plan
 
 
@@ -42,12 +43,12 @@ class Dump:
         if self.folder is not None:
             self._write(f"{kind}-{stage}.py", gm.print_readable(print_output=False), f"{kind} graph after {stage}")
 
-    def schedule(self, graph: fx.Graph, plan: Plan) -> None:
+    def schedule(self, plan: Plan, steps: Sequence[Step]) -> None:
         """What was decided for a graph, and the order that came of it."""
         if self.folder is not None:
             self._write(f"{plan.kind}-plan.json", plan.to_json(), f"{plan.kind} plan, to load and compare")
             self._write(f"{plan.kind}-plan.txt", plan_text(f"{plan.kind} plan", [plan]), f"{plan.kind} plan, to read")
-            text = schedule_text(f"{plan.kind} schedule", [(graph, plan)])
+            text = schedule_text(f"{plan.kind} schedule", [(plan, steps)])
             self._write(f"{plan.kind}-schedule.txt", text, f"{plan.kind} launches, waits and compute in order")
 
     def code(self, kind: str, code: str | None) -> None:

@@ -24,7 +24,9 @@ def plan_text(title: str, plans: Sequence[Plan]) -> str:
 
 
 def _bucket_lines(b: BucketFacts) -> list[str]:
-    dtypes = short(b.storage) if b.storage == b.gather == b.reduce else " ".join(map(short, (b.storage, b.gather, b.reduce)))
+    dtypes = " ".join(dict.fromkeys(map(short, (b.storage, b.gather, b.reduce))))
+    if short(b.storage) != dtypes:
+        dtypes = f"stored {short(b.storage)} gathered {short(b.gather)} reduced {short(b.reduce)}"
     waste = (b.size - b.used) / b.used if b.used else 0.0
     said = [
         f"bucket {b.name}",

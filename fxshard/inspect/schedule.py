@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxshard.passes.rewrite import MARK
 from fxshard.passes.schedule_overlap import LAUNCHES, WAIT
 from fxshard.passes.verify import aliases
 from fxshard.plan import BucketFacts, Collective, Plan
 
-_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "complex64": "c64", "complex128": "c128"}
+_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "complex64": "c64"}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear"}
 
 
@@ -48,11 +49,13 @@ def steps_of(graph: fx.Graph, plan: Plan) -> list[Step]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if "fxshard" in node.meta and (node.target in LAUNCHES or node.target is WAIT):
+        if MARK in node.meta:
+            if node.target not in LAUNCHES and node.target is not WAIT:
+                continue  # the cast before, the division after: part of the collective
             flush()
             launch = node if node.target in LAUNCHES else node.args[0]
             what = "launch" if node is launch else "wait"
-            steps.append(Step(what, LAUNCHES[launch.target], node.meta["fxshard"]))
+            steps.append(Step(what, LAUNCHES[launch.target], node.meta[MARK]))
         elif (kind := kernel_kind(node)) is not None:
             kernels[kind] += 1
             read.update(dict.fromkeys(units.get(node, ())))
@@ -103,19 +106,19 @@ def _units_read(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[str]]:
     """Which units' full parameters a node reads."""
     units: dict[fx.Node, list[str]] = {}
     for node in graph.nodes:
-        if LAUNCHES.get(node.target) == "all_gather" and "fxshard" in node.meta:
-            unit = plan.bucket(node.meta["fxshard"]).unit
+        if LAUNCHES.get(node.target) == "all_gather" and MARK in node.meta:
+            unit = plan.bucket(node.meta[MARK]).unit
             for alias in aliases(node):
                 for user in alias.users:
                     units.setdefault(user, []).append(unit)
     return units
 
 
-def schedule_text(title: str, graphs: Sequence[tuple[fx.Graph, Plan]]) -> str:
+def schedule_text(title: str, graphs: Sequence[tuple[Plan, Sequence[Step]]]) -> str:
     """The schedule of one or more graphs as text, under a title line."""
     lines = [f"# {title}"]
-    for graph, plan in graphs:
-        lines += ["", plan.kind, *_lines(steps_of(graph, plan), plan)]
+    for plan, steps in graphs:
+        lines += ["", plan.kind, *_lines(steps, plan)]
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,24 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from ranks import RankPool
+
+
+# These tests leave nothing but sub-groups behind in a worker, so one pool serves all files of this folder.
+@pytest.fixture(scope="package")
+def ranks2() -> Iterator[RankPool]:
+    """Two gloo ranks."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="package")
+def ranks4() -> Iterator[RankPool]:
+    """Four gloo ranks."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

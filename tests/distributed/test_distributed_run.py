@@ -15,7 +15,7 @@ from ranks import run_processes
 from fxshard.distributed import DistributedState, distributed_run
 from fxshard.distributed.run import abort
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=50)
 BUFFERED = {"PYTHONUNBUFFERED": None}  # what is printed waits in the process until it is flushed
 
 
@@ -256,7 +256,7 @@ def enter_alone():
 def test_an_absent_peer_is_an_error_near_the_timeout():
     (alone,) = run_processes(enter_alone, 1, env={"WORLD_SIZE": "2"})
     assert alone.code == 1 and alone.exception is not None
-    assert 1.5 < alone.seconds < 12
+    assert 1.5 < alone.seconds < 20
 
 
 def raise_while_the_peer_waits():
@@ -274,7 +274,7 @@ def test_a_rank_whose_body_raises_leaves_at_once_and_takes_its_peer_along():
     assert failed.code == 1 and failed.exception is None, "aborts instead of propagating"
     assert "ValueError: the body failed" in failed.stderr and "err" in failed.stderr and failed.stdout == "out"
     assert peer.code != 0
-    assert max(peer.seconds, failed.seconds) < 10
+    assert max(peer.seconds, failed.seconds) < LONG.total_seconds() / 2
 
 
 def exit_everywhere():
@@ -288,19 +288,19 @@ def exit_everywhere():
 def test_an_exit_of_every_rank_destroys_the_group_and_keeps_the_code():
     exits = run_processes(exit_everywhere, 2)
     assert [(exit.code, exit.exception, exit.stdout) for exit in exits] == [(6, "SystemExit", "False\n")] * 2
-    assert max(exit.seconds for exit in exits) < 10
+    assert max(exit.seconds for exit in exits) < LONG.total_seconds() / 2
 
 
 def exit_alone():
     with distributed_run(timeout=timedelta(seconds=3)) as state:
         if state.rank == 0:
             sys.exit(5)
-        time.sleep(5)
+        time.sleep(6)
 
 
 def test_a_lone_exit_waits_for_the_timeout_then_leaves_with_its_code():
     exiter, peer = run_processes(exit_alone, 2)
-    assert exiter.code == 5 and 2.5 < exiter.seconds < 5
+    assert exiter.code == 5 and 2.5 < exiter.seconds < peer.seconds
     assert "not every rank reached the end" in exiter.stderr
     assert peer.code == 0 and "not every rank reached the end" in peer.stderr
 

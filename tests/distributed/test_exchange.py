@@ -271,7 +271,7 @@ def test_being_out_of_step_outranks_errors_and_exits_which_become_the_cause(rank
 
 
 def reduce_a_lambda_of_rank_1():
-    return still_in_step(outcome(all_reduce, "x", on_rank(1, lambda: (lambda: None), lambda: 1), len))
+    return still_in_step(outcome(all_reduce, "x", on_rank(1, lambda: lambda: None, lambda: 1), len))
 
 
 def test_a_value_that_cannot_be_sent_counts_as_the_error_of_its_rank(ranks2):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from itertools import chain
+from itertools import chain, product
 from random import Random
 
 import pytest
@@ -11,6 +11,7 @@ from layout_groups import BLOCKS, DOCUMENTED, SHARDS, block_of, check_row_atomic
 from fxshard.layout import GlobalLayout
 from fxshard.layout_planner import (
     ALIGNMENT_COST,
+    _blocks_before,
     compact_size_bound,
     plan_compact,
     split_by_row_family,
@@ -121,6 +122,12 @@ def test_a_tensor_starts_unaligned_only_where_room_is_missing():
     assert plan_compact([(5,), (64, 8)], 1, align=8).tensor_to_offset == (512, 0)
     exact = plan_compact([(5,), (3, 8), (3,)], 2, align=8)
     assert exact.waste == 0.0 and aligned(exact, 8) == [True, True, False]
+
+
+def test_a_tensor_is_shifted_to_an_aligned_start_whose_rows_end_at_the_boundary():
+    for boundary, room, block, align in product(range(1, 40), (0, 5, 17, 36), (1, 2, 3, 4, 6, 8), (1, 2, 4, 6, 8)):
+        counts = [n for n in range(1, room // block + 1) if (boundary - n * block) % align == 0]
+        assert _blocks_before(boundary, room, block, align) == max(counts, default=0)
 
 
 def test_tensors_without_elements_take_no_place():
@@ -260,3 +267,11 @@ def test_the_reason_for_waste_names_the_rows_and_the_remedy(shapes, dp_size, par
 def test_the_reason_for_waste_uses_the_names_it_is_given():
     names = ["q", "k", "v", "o", "gate", "up", "down", "norm1", "norm2"]
     assert "shard down along another dim" in waste_reason(BLOCKS["Llama-2-7B"], 512, names=names)
+
+
+def test_bounds_and_names_that_make_no_sense_are_refused():
+    for ask in (split_by_row_family, waste_reason):
+        with pytest.raises(ValueError, match=r"waste_bound .* cannot be negative: -0.1"):
+            ask([(4,)], 2, waste_bound=-0.1)
+    with pytest.raises(ValueError, match="1 tensors need as many names, but there are 2"):
+        waste_reason([(4,)], 2, names=["a", "b"])

@@ -66,9 +66,7 @@ def flat_view(flat: Tensor, cut: Cut) -> LayoutTensor:
 
 def shard(fulls: Sequence[Tensor], cuts: Sequence[Cut]) -> list[LayoutTensor]:
     """``fulls`` (equal on all ranks, of one dtype) cut over the mesh, in one flat shard per layout."""
-    flats = {
-        id(cut.layout): torch.zeros(cut.layout.rank_size(cut.shard_rank), dtype=fulls[0].dtype) for cut in cuts
-    }
+    flats = {id(cut.layout): torch.zeros(cut.layout.rank_size(cut.shard_rank), dtype=fulls[0].dtype) for cut in cuts}
     tensors = [flat_view(flats[id(cut.layout)], cut) for cut in cuts]
     for tensor, full in zip(tensors, fulls, strict=True):
         tensor.to_local().copy_(tensor.cut.own_part(full))

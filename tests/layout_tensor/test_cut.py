@@ -32,10 +32,9 @@ def cut_along(dim: int, shape: tuple[int, ...] = (2, 3, 5), ranks: int = 2, rank
     return Cut(mesh_without_groups(range(ranks), rank), layout, 0, dim, torch.Size(shape), Shard(dim))
 
 
-@pytest.mark.parametrize(
-    "rank, counts", list(enumerate([(2, 0, 0, 0, 0), (0, 3, 0, 0, 0), (0, 1, 1, 1, 0), (0, 0, 3, 0, 0), (0, 0, 0, 0, 1)])),
-)
-def test_every_rank_owns_the_documented_rows(rank, counts):
+@pytest.mark.parametrize("rank", range(5))
+def test_every_rank_owns_the_documented_rows(rank):
+    counts = [(2, 0, 0, 0, 0), (0, 3, 0, 0, 0), (0, 1, 1, 1, 0), (0, 0, 3, 0, 0), (0, 0, 0, 0, 1)][rank]
     for index, count in enumerate(counts):
         cut = documented_cut(rank, index)
         assert cut.own_rows[1] == count
@@ -100,7 +99,7 @@ def test_a_process_outside_the_mesh_owns_no_rows():
     "change, message",
     [
         ({"mesh": mesh_without_groups(range(3), 0)}, "2 segments, but the shard dim of the mesh has 3"),
-        ({"mesh": mesh_without_groups([[[0, 1]]], 0)}, "mesh of 1 dim .* it has 3"),
+        ({"mesh": mesh_without_groups([[[0, 1]]], 0)}, "mesh of 1 dim .* not of 3"),
         ({"dim": 2}, "along dim 2: choose a dim from 0 to 1"),
         ({"dim": -1}, "along dim -1"),
         ({"shape": torch.Size(())}, "reshape a 0-D tensor"),

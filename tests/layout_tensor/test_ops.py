@@ -25,7 +25,7 @@ def _same(ours: Any, theirs: Any, name: str, **tolerance: float) -> None:
     if isinstance(theirs, Tensor):
         torch.testing.assert_close(_whole(ours), theirs, equal_nan=True, msg=lambda m: f"{name}: {m}", **tolerance)
     else:
-        assert ours == theirs or ours != ours and theirs != theirs, name
+        assert ours == theirs or (ours != ours and theirs != theirs), name
 
 
 # ---- element-wise ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,11 @@ REDUCTIONS = {
     "foreach norm": lambda x: torch._foreach_norm([x, x * 2], 1.5)[1],
     **{f"norm {p}": (lambda x, p=p: torch.linalg.vector_norm(x, p)) for p in (0, 0.5, 1, 2, INF, -INF, -1)},
 }
-POISONS = {"finite": lambda v: v, "nan": lambda v: v.where(v != v.max(), NAN), "inf": lambda v: v.where(v != v.min(), INF)}
+POISONS = {
+    "finite": lambda v: v,
+    "nan": lambda v: v.where(v != v.max(), NAN),
+    "inf": lambda v: v.where(v != v.min(), INF),
+}
 
 
 def _reductions_agree(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
