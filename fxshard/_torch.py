@@ -123,3 +123,16 @@ def static_inputs(gm: torch.fx.GraphModule, kind: str, graph_inputs: int, count:
     if kind == "backward":
         return list(range(count_tangents(gm)))
     return list(range(num_fw_fixed_arguments(graph_inputs, count)))
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo or AOTAutograd is tracing on this thread. Checked: 2.13."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def keep_dynamo_out(modules: Sequence[str]) -> None:
+    """Make Dynamo run frames of these modules as they are, and break graphs at calls into them. Checked: 2.13."""
+    from torch._dynamo import trace_rules
+
+    for module in modules:
+        trace_rules.add(module)

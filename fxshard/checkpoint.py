@@ -2,10 +2,10 @@
 
 ``save`` and ``load`` go through ``torch.distributed.checkpoint``: every rank writes and reads its own rows, and the
 files say nothing of units, buckets, layouts or world size. So a checkpoint can be loaded on another number of ranks,
-with other units, or into an unsharded model, and the other way round. ``full_state_dict`` collects everything on rank 0.
+with other units, or into an unsharded model, and the other way round. ``full_state_dict`` puts everything on rank 0.
 
-Names in the files: ``model.<parameter>``, ``optimizer.state.<parameter>.<state>``, ``optimizer.param_groups``,
-``extra``. The first three are those of a nested state dict of torch's ``get_state_dict``.
+Names in the files: ``model.<parameter>``, ``optimizer.state.<parameter>.<state>``, ``optimizer.param_groups.<number>.
+<option>``, ``extra``. But for the last they are those of the state dicts of torch's ``get_state_dict``, saved by DCP.
 
 [Note: what an interrupted save leaves]
 ``save`` writes to ``<path>.partial``, flushes the files to the disk, renames an older checkpoint ``path`` to
@@ -19,7 +19,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from fxshard.distributed import broadcast_from, is_distributed_run, is_master
 from fxshard.layout_tensor import LayoutTensor
 
-_STATE, _GROUPS, _EXTRA = "optimizer.state.", "optimizer.param_groups", "extra"
+_STATE, _GROUPS, _EXTRA = "optimizer.state.", "optimizer.param_groups.", "extra"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing
 
 
@@ -51,19 +53,22 @@ def save(
     equal on all ranks (step counters, schedules), of the types that ``torch.load(weights_only=True)`` reads. An
     interrupted save loses nothing already saved: see [Note: what an interrupted save leaves].
 
-    Raises, on every rank: ``FileExistsError`` if ``path`` exists and is no checkpoint, ``ValueError`` for optimizer
-    parameters that the model does not have, ``CheckpointException`` for errors of reading or writing.
+    Raises ``FileExistsError`` if ``path`` exists and is no checkpoint (on ranks other than 0, ``RuntimeError`` with its
+    text), ``ValueError`` for optimizer parameters that the model does not have, and DCP's ``CheckpointException`` (not
+    an ``Exception`` but a ``BaseException``) for errors of writing.
     """
     target = Path(path)
     state = {f"model.{name}": value for name, value in _model_state(model).items()}
     if optimizer is not None:
         for name, values in _optimizer_state(model, optimizer).items():
             state.update((f"{_STATE}{name}.{key}", value) for key, value in values.items())
-        state[_GROUPS] = _param_groups(model, optimizer)
+        for number, group in enumerate(_param_groups(model, optimizer)):
+            state.update((f"{_GROUPS}{number}.{key}", value) for key, value in group.items())
     if extra is not None:
         state[_EXTRA] = _packed(extra)
     broadcast_from(f"fxshard checkpoint {target.name} begin", lambda: _begin(target))
-    dcp.save(state, checkpoint_id=_partial(target), no_dist=not is_distributed_run())
+    with _one_process_is_fine():
+        dcp.save(state, checkpoint_id=_partial(target), no_dist=not is_distributed_run())
     broadcast_from(f"fxshard checkpoint {target.name} commit", lambda: _commit(target))
 
 
@@ -106,6 +111,14 @@ def _flush(folder: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """Without DCP's warning that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
@@ -134,15 +147,16 @@ def load(
     optimizer_state = _optimizer_targets(model, optimizer, saved, source, strict) if optimizer is not None else {}
     for name, values in optimizer_state.items():
         wanted.update((f"{_STATE}{name}.{key}", value) for key, value in values.items())
-    wanted.update((name, b"") for name in (_EXTRA, *([_GROUPS] if optimizer is not None else [])) if name in saved)
+    wanted.update((name, b"") for name in saved if name == _EXTRA or (optimizer and name.startswith(_GROUPS)))
     _check_shapes(wanted, saved, source)
-    dcp.load(wanted, checkpoint_id=source, no_dist=not is_distributed_run())
+    with _one_process_is_fine():
+        dcp.load(wanted, checkpoint_id=source, no_dist=not is_distributed_run())
     loaded = {name: wanted[f"model.{_clean(name)}"] for name in original if f"model.{_clean(name)}" in wanted}
     model.load_state_dict(loaded, strict=strict)
     if optimizer is not None:
         for name, values in optimizer_state.items():
             values.update((key, wanted[f"{_STATE}{name}.{key}"]) for key in values)
-        _restore_optimizer(model, optimizer, optimizer_state, wanted.get(_GROUPS, []))
+        _restore_optimizer(model, optimizer, optimizer_state, _saved_groups(wanted))
     return _unpacked(wanted[_EXTRA]) if _EXTRA in wanted else {}
 
 
@@ -193,7 +207,7 @@ def _optimizer_targets(
             targets[name][key] = _target(params[name], optimizer.state.get(params[name], {}).get(key), entry)
         else:
             unexpected.append(full_name)
-    lacking = _GROUPS not in saved
+    lacking = not any(name.startswith(_GROUPS) for name in saved)
     if strict and (unexpected or lacking):
         raise ValueError(
             f"the checkpoint {source} is of another optimizer: "
@@ -213,6 +227,15 @@ def _target(param: Tensor, present: Any, entry: STORAGE_TYPES) -> Any:
     if entry.size == param.shape:
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=dtype)
+
+
+def _saved_groups(wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in wanted.items():
+        if name.startswith(_GROUPS):
+            number, _, key = name.removeprefix(_GROUPS).partition(".")
+            groups.setdefault(number, {})[key] = value
+    return list(groups.values())
 
 
 def _restore_optimizer(
@@ -240,6 +263,7 @@ def _restore_optimizer(
 # ---- whole state dicts ---------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}`` on rank 0, ``{}`` elsewhere.
 
@@ -260,7 +284,7 @@ def _gathered(values: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     whole = {}
     for name, value in values.items():
         if isinstance(value, LayoutTensor):
-            value = value.detach().full_tensor()
+            value = value.full_tensor()
         if keep:
             whole[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Training:
     """What both trainings have in common. ``rows`` of ``size.context`` bytes are a rank's part of a batch."""
 
     steps: int = 60
-    rows: int = 8
+    rows: int = 4
     learning_rate: float = 1e-3
     bf16: bool = False  # full parameters, and so compute; storage, reduction and optimizer stay fp32
     size: Size = field(default_factory=Size)
@@ -66,6 +67,8 @@ def train_unsharded(training: Training, text: bytes, state: DistributedState) ->
     In bf16 parameters are cast as a sharded model's are, and gradients rounded to bf16 for each rank's rows and added
     in fp32.
     """
+    if state.device.type == "cpu":  # the other ranks of this machine wait, and leave it their cores
+        torch.set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     model = _new_model(training.size).to(state.device)
     pieces = state.world_size if training.bf16 else 1
 
@@ -116,3 +119,9 @@ def _mean_of_each(curves: list[list[float]]) -> list[float]:
 def _new_model(size: Size) -> ByteTransformer:
     torch.manual_seed(_SEED)
     return ByteTransformer(size)
+
+
+def parameter_count(size: Size) -> int:
+    """Elements of all parameters of the demo's model."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in ByteTransformer(size).parameters())

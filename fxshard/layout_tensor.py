@@ -192,8 +192,16 @@ class LayoutTensor(DTensor):
             rule = _rule_for(func, args, kwargs)
         return rule(func, args, kwargs or {})
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self._cut, self.requires_grad)
+    @property
+    def __tensor_flatten__(self) -> Callable[[], tuple[list[str], Any]]:  # type: ignore[override]
+        """The local part and the rest, which ``Module.to`` asks for. Not there for a tracer.
+
+        Dynamo would trace any DTensor subclass as a DTensor, guarding on its placements alone, which do not tell cuts
+        apart. Without this it breaks the graph at an op on a LayoutTensor and the op runs as always.
+        """
+        if _torch.is_tracing():
+            raise AttributeError("a LayoutTensor cannot be traced into a graph")
+        return lambda: (["_local_tensor"], (self._cut, self.requires_grad))
 
     @staticmethod
     def __tensor_unflatten__(
@@ -249,10 +257,14 @@ def _describe(value: Any) -> str:
 
 def _rule_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Rule:
     """The rule of an op that the table did not have: loads the rules the first time, raises for unknown ops."""
-    from fxshard import layout_tensor_ops, layout_tensor_reductions
+    if not RULES:
+        from fxshard import layout_tensor_ops, layout_tensor_reductions
 
-    layout_tensor_ops.register(RULES)
-    layout_tensor_reductions.register(RULES)
+        layout_tensor_ops.register(RULES)
+        layout_tensor_reductions.register(RULES)
+        _torch.keep_dynamo_out(
+            [f"fxshard.layout_tensor{part}" for part in ("", "_ops", "_reductions", "_comm")] + ["fxshard.cut"]
+        )
     rule = RULES.get(func)
     if rule is None:
         raise NotImplementedError(refusal(func, args, kwargs or {}))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from fxshard.cut import Cut
 from fxshard.layout_tensor import LayoutTensor, Rule, like_slab, refusal, wrap
@@ -79,7 +80,7 @@ def local_operand(func: Any, value: Any, cut: Cut, args: Any) -> Any:
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             raise NotImplementedError(refusal(func, args))
         return value
-    if type(value) in (Tensor, torch.nn.Parameter):
+    if not isinstance(value, DTensor):
         if value.numel() == 1 and value.dim() <= len(cut.shape):
             return value
         if value.shape == cut.shape and not any(value.stride()):
@@ -255,7 +256,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(
             refusal(func, args, kwargs, because="a plain tensor would be written from one rank's rows")
         )
-    if type(source) in (Tensor, torch.nn.Parameter) and source.shape == target.shape:
+    if not isinstance(source, DTensor) and source.shape == target.shape:
         source = target._cut.own_part(source)
         target._local_tensor.copy_(source, *args[2:], **kwargs)
         note_writes([target._local_tensor])

@@ -40,7 +40,7 @@ class Refusal:
 
 
 def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
-    merged = [_merge(gm.graph, buckets, planned.bucket) for planned in plan.reductions]
+    merged = [_merge(gm.graph, buckets, name) for name in dict.fromkeys(c.bucket for c in plan.reductions)]
     refusals = [m for m in merged if isinstance(m, Refusal)]
     if refusals:
         gm.meta["fxshard_refusals"] = refusals
