@@ -136,8 +136,10 @@ def _functional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``op(x, ..., out=y)`` where ``y`` is sharded too."""
     out = kwargs.get("out")
-    if type(out) is not LayoutTensor:
-        raise NotImplementedError(refusal(func, args, kwargs, because="out= is not sharded in the same way"))
+    if type(out) is not LayoutTensor or not any(type(value) is LayoutTensor for value in args):
+        raise NotImplementedError(
+            refusal(func, args, kwargs, because="out= and at least one input must be sharded in the same way")
+        )
     cut, local = out._cut, out._local_tensor
     operands = [local_operand(func, value, cut, args) for value in args]
     kwargs = {name: local_operand(func, value, cut, args) for name, value in kwargs.items()}
@@ -217,6 +219,11 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutTe
         with torch.inference_mode(False):
             return wrap(source._local_tensor, source._cut)
     return wrap(source._local_tensor, source._cut)
+
+
+def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A question about memory, answered by the local part."""
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutTensor:
@@ -333,7 +340,8 @@ def register(rules: dict[Any, Rule]) -> None:
     enter((f"_foreach_{name}_" for name in _FOREACH), _foreach_inplace)
     enter(_FUSED, _fused_optimizer)
     enter(("detach", "alias", "lift_fresh"), _alias)
-    enter(("clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like"), _like)
+    enter(("is_pinned",), _ask)
+    enter(("clone", "_to_copy", "_pin_memory", "zeros_like", "ones_like", "empty_like", "full_like"), _like)
     enter(("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"), _new)
     enter(_RANDOM, _random)
     rules[aten.max.other] = rules[aten.min.other] = _functional

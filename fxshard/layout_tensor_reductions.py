@@ -84,7 +84,8 @@ def _extreme(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False)
         raise IndexError(f"{func} of a tensor of shape {tuple(x.shape)} is not defined: it has no elements")
     local = x._local_tensor
     gathered = gather_values(whole(local) if local.numel() else local.new_zeros(()), x._cut.mesh)
-    return _shaped(whole(gathered[[rank for rank, (_, count) in enumerate(x._cut.all_rows) if count]]), x, keepdim)
+    taking_part = [value for value, (_, count) in zip(gathered.unbind(), x._cut.all_rows, strict=True) if count]
+    return _shaped(whole(torch.stack(taking_part)), x, keepdim)
 
 
 def _truth(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -104,6 +105,8 @@ def _compare(func: Any, x: Any, y: Any, *options: Any, **named: Any) -> bool:
 
 def _item(func: Any, x: LayoutTensor) -> Any:
     """``item()`` of a sharded tensor of one element, which one rank owns. Collective."""
+    if x.numel() != 1:
+        raise RuntimeError(f"a tensor with {x.numel()} elements cannot be converted to a scalar")
     return func(gather_full(x._local_tensor, x._cut))
 
 
@@ -137,17 +140,12 @@ def _local_norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None
     """
     wide = torch.float64 in {dtype or t.dtype for t in tensors}
     accumulator = torch.float64 if wide else torch.float32
-    result = torch.full((len(tensors),), math.inf if order < 0 else 0.0, dtype=accumulator, device=tensors[0].device)
-    filled = [i for i, t in enumerate(tensors) if t._local_tensor.numel()]
-    if filled:
-        locals_ = [tensors[i]._local_tensor for i in filled]
-        values = torch.stack(torch._foreach_norm(locals_, order, accumulator))  # type: ignore[arg-type]
-        if len(filled) == len(tensors):
-            return values
-        result[filled] = values
-    elif order < 0 and any(t.numel() == 0 for t in tensors):
-        torch.linalg.vector_norm(result.new_empty(0), order)  # raises as it does for an unsharded empty tensor
-    return result
+    none = torch.full((), math.inf if order < 0 else 0.0, dtype=accumulator, device=tensors[0].device)
+    filled = [t._local_tensor for t in tensors if t._local_tensor.numel()]
+    values = iter(torch._foreach_norm(filled, order, accumulator) if filled else ())  # type: ignore[arg-type]
+    if order < 0 and any(t.numel() == 0 for t in tensors):
+        torch.linalg.vector_norm(none.new_empty(0), order)  # raises as it does for an unsharded empty tensor
+    return torch.stack([next(values) if t._local_tensor.numel() else none for t in tensors])
 
 
 def _combine_norms(gathered: Tensor, order: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from fxshard.bucket import BucketDtypes, ParamBucket, make_bucket
+from fxshard.bucket_layouts import plan_layouts
 from fxshard.cut import Cut
 from fxshard.discover import (
     FoundParam,
@@ -21,7 +22,6 @@ from fxshard.discover import (
     name_units,
     point_to,
 )
-from fxshard.layout import GlobalLayout
 from fxshard.mesh import groups_of, mesh_device, resolve_mesh
 from fxshard.placement import RowAtomic
 from fxshard.unit import Unit, swap_class, units_of
@@ -129,18 +129,18 @@ def _make_buckets(
     buckets = []
     for (dtypes, _), group in members.items():
         placements = [_placement(f, placement_fn) for f in group]
-        dims = [p.dim for p in placements]
-        stored = [f.param.movedim(d, 0).shape for f, d in zip(group, dims, strict=True)]
-        layout = GlobalLayout.build_for_row_atomic(stored, groups.shard_size)
-        cuts = [
-            Cut(mesh, layout, i, dim, f.param.shape, placement)
-            for i, (f, dim, placement) in enumerate(zip(group, dims, placements, strict=True))
-        ]
-        params, owners = [f.param for f in group], [f.owners for f in group]
-        bucket = make_bucket(params, owners, cuts, dtypes, groups, mesh_device(mesh))
-        for slot, f in zip(bucket.slots, group, strict=True):
-            slot.name = f.name
-        buckets.append(bucket)
+        stored = [f.param.movedim(p.dim, 0).shape for f, p in zip(group, placements, strict=True)]
+        for ids, layout in plan_layouts(stored, groups.shard_size, dtypes.gather.itemsize):
+            here = [group[i] for i in ids]
+            cuts = [
+                Cut(mesh, layout, i, placements[k].dim, f.param.shape, placements[k])
+                for i, (k, f) in enumerate(zip(ids, here, strict=True))
+            ]
+            params, owners = [f.param for f in here], [f.owners for f in here]
+            bucket = make_bucket(params, owners, cuts, dtypes, groups, mesh_device(mesh))
+            for slot, f in zip(bucket.slots, here, strict=True):
+                slot.name = f.name
+            buckets.append(bucket)
     return buckets
 
 

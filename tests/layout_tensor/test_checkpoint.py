@@ -27,6 +27,8 @@ from fxshard import checkpoint
 from fxshard.layout_planner import plan_compact
 from fxshard.layout_tensor import LayoutTensor
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 # ---- tensors, through torch.distributed.checkpoint ------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(t) for t in shard(values(), cuts_of(mesh_of()))]
 
 
-def _compiled_functions_agree() -> None:
+def test_a_compiled_function_of_sharded_parameters_gives_the_eager_value():
     @torch.compile(backend="eager")
     def penalty(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         return x.sin() + (p * 2 + 1).norm() + p.full_tensor().sum()
@@ -26,11 +26,7 @@ def _compiled_functions_agree() -> None:
         assert p.grad is not None
 
 
-def test_a_compiled_function_of_sharded_parameters_gives_the_eager_value(ranks2):
-    ranks2.run(_compiled_functions_agree)
-
-
-def _a_compiled_optimizer_steps_like_plain() -> None:
+def test_a_compiled_optimizer_steps_like_a_plain_one():
     plain, sharded = [nn.Parameter(v) for v in values()], _params()
     for params, grads in ((plain, values(1)), (sharded, shard(values(1), [p.cut for p in sharded]))):
         for p, g in zip(params, grads, strict=True):
@@ -39,10 +35,6 @@ def _a_compiled_optimizer_steps_like_plain() -> None:
     torch.compile(torch.optim.AdamW(sharded).step, backend="eager")()
     for p, s in zip(plain, sharded, strict=True):
         torch.testing.assert_close(s.full_tensor(), p.data)
-
-
-def test_a_compiled_optimizer_steps_like_a_plain_one(ranks2):
-    ranks2.run(_a_compiled_optimizer_steps_like_plain)
 
 
 def test_a_whole_graph_is_refused():

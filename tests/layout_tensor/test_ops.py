@@ -219,6 +219,7 @@ REFUSED = {
     "plain in place": lambda x: torch.ones(7, 3).add_(x),
     "plain copy": lambda x: torch.ones(7, 3).copy_(x),
     "plain out": lambda x: torch.add(x, x, out=torch.ones(7, 3)),
+    "out of plain": lambda x: torch.add(torch.ones(1), 1, out=x),
     "broadcast copy": lambda x: x.copy_(torch.ones(3)),
     "foreach plain": lambda x: torch._foreach_add_([x], [torch.ones(7, 3)]),
     "foreach max": lambda x: torch._foreach_max([x]),
@@ -259,7 +260,7 @@ def test_raw_memory_of_a_sharded_tensor_is_not_handed_out():
     for read in (tensor.numpy, tensor.tolist, lambda: tensor.__array__(), lambda: float(tensor)):
         with pytest.raises((RuntimeError, ValueError)):
             read()
-    assert tensor.data_ptr() == 0
+    assert tensor.data_ptr() == 0 and not tensor.is_pinned()
 
 
 def test_a_sharded_tensor_of_each_case_refuses_to_be_a_matrix():
