@@ -161,6 +161,14 @@ class ParamBucket:
         """Parameter ``i`` of a segment as users see it: a LayoutTensor that aliases the segment."""
         return LayoutTensor.from_local_slab(self.slab(segment, i), self.slots[i].cut)
 
+    def check_materialised(self) -> None:
+        """``RuntimeError`` naming a parameter if the bucket is on the meta device, where nothing can be gathered."""
+        if self.flat.is_meta:
+            raise RuntimeError(
+                f"parameter {self.slots[0].name!r} is on the meta device; materialise the sharded model before its "
+                "first forward: model.to_empty(device=...) and then load or initialise its values"
+            )
+
     def refresh(self) -> None:
         """Before values are gathered: copy back what was stored elsewhere (``p.data = ...``), and alias again.
 
@@ -168,11 +176,7 @@ class ParamBucket:
         shard does. Raises ``RuntimeError`` naming the parameter when its shape or dtype changed, so that the values
         cannot be taken over, and when the bucket is still on the meta device.
         """
-        if self.flat.is_meta:
-            raise RuntimeError(
-                f"parameter {self.slots[0].name!r} is on the meta device; materialise the sharded model before its "
-                "first forward: model.to_empty(device=...) and then load or initialise its values"
-            )
+        self.check_materialised()
         for i, slot in enumerate(self.slots):
             local = slot.param._local_tensor  # type: ignore[attr-defined]
             at = self._places[i]

@@ -17,11 +17,11 @@ LEARNED = 0.75
 def tolerance(bf16: bool) -> float:
     """The largest difference between the two loss curves that passes, in nats.
 
-    fp32: 1e-4. Measured differences are below 1e-6: sums in another order, no more.
-    bf16: 5e-2. Both trainings cast the same tensors, but generated code keeps fp32 between the operations that it
-    fuses where the plain model rounds each to bf16 (8 bits of mantissa, 4e-3 relative), and training amplifies that.
+    fp32: 1e-4. Measured over 60 steps on CPUs: 6e-7. Sums are in another order, no more.
+    bf16: 5e-3. Measured: 6e-4. Both trainings cast the same tensors, but generated code keeps fp32 between the
+    operations that it fuses, where the plain model rounds each to bf16 (4e-3 relative).
     """
-    return 5e-2 if bf16 else 1e-4
+    return 5e-3 if bf16 else 1e-4
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def gather_param(flat_shard: Tensor, bucket: str, index: int) -> Tensor:
 @gather_param.register_fake
 def _(flat_shard: Tensor, bucket: str, index: int) -> Tensor:
     b = lookup(bucket)
+    b.check_materialised()
     stored = flat_shard.new_empty(b.layout.tensor_shapes[index], dtype=b.dtypes.gather)
     return b.slots[index].full_view(stored)
 
