@@ -22,7 +22,7 @@ class _FlatPlacement(Shard):
     def __init__(self) -> None:
         super().__init__(0)
 
-    def _arguments(self) -> tuple[int, ...]:
+    def _arguments(self) -> tuple[int | None, ...]:
         return ()
 
     def __eq__(self, other: object) -> bool:
@@ -40,7 +40,7 @@ class _FlatPlacement(Shard):
         # The base class would print every subclass as Shard(dim=0) into generated FX code.
         return repr(self), {type(self).__name__: type(self)}
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[int | None, ...]]:
         # The base class is native and would be rebuilt as a plain Shard.
         return type(self), self._arguments()
 
@@ -66,7 +66,20 @@ class BlockAtomic(_FlatPlacement):
 
 
 class TensorAtomic(_FlatPlacement):
-    """Whole tensors: one shard owns a tensor, the others hold none of its rows. Owners come from ``plan_owners``."""
+    """Whole tensors: one shard owns a tensor, the others hold none of its rows.
+
+    ``owner`` is the owning segment, a rank of the shard dim; None leaves it to ``plan_owners``. ``ValueError`` if it is
+    no plain int or negative.
+    """
+
+    def __init__(self, owner: int | None = None) -> None:
+        super().__init__()
+        if owner is not None and (type(owner) is not int or owner < 0):
+            raise ValueError(f"the owner of a TensorAtomic is a segment number from 0, not {owner!r}")
+        self.owner = owner
+
+    def _arguments(self) -> tuple[int | None, ...]:
+        return () if self.owner is None else (self.owner,)
 
 
 def plan_owners(numels: Sequence[int], dp_size: int) -> tuple[int, ...]:

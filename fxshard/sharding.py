@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
 
-from fxshard.bucket import BucketDtypes, ParamBucket, make_bucket
-from fxshard.bucket_layouts import plan_layouts
-from fxshard.cut import Cut
+from fxshard.bucketing import PlacementFn, make_buckets
 from fxshard.discover import (
     FoundParam,
     check_modules,
@@ -22,12 +19,9 @@ from fxshard.discover import (
     name_units,
     point_to,
 )
-from fxshard.mesh import groups_of, mesh_device, resolve_mesh
-from fxshard.placement import RowAtomic
+from fxshard.mesh import mesh_device, resolve_mesh
 from fxshard.unit import Unit, swap_class, units_of
 from fxshard.unshard import Scope
-
-PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 def fully_shard(
@@ -52,7 +46,8 @@ def fully_shard(
         module: what to shard.
         mesh: 1-D (shard) or 2-D (replicate, shard). None: the world, or this process alone.
         reshard_after_forward: gather again for backward. None: True for inner units, False for the outermost.
-        shard_placement_fn: the dim to cut a parameter along (``Shard(k)``, any size); None: dim 0.
+        shard_placement_fn: how to cut a parameter: ``Shard(k)`` along dim k, of any size; ``BlockAtomic(rows)`` along
+            dim 0 between blocks of rows; ``TensorAtomic()`` not at all, one rank owns it; None: along dim 0.
         mp_policy: dtypes of the full parameters, of the reduction, of forward's inputs and outputs.
         offload_policy: where shards rest; only the default (on the mesh's device) is supported so far.
         ignored_params: left as they are, unsharded and not synchronised.
@@ -72,7 +67,7 @@ def fully_shard(
     mesh = resolve_mesh(mesh, device_type_of(found))
     inner = [u for m in modules for u in units_of(m)]
     unit = Unit(modules, [], bool(reshard_after_forward), mp_policy, Scope(), reshard_after_forward is None)
-    unit.buckets = _make_buckets(found, mesh, mp_policy, shard_placement_fn)
+    unit.buckets = make_buckets(found, mesh, mp_policy, shard_placement_fn)
     move_unsharded_state(modules, mesh_device(mesh))
     _attach(unit, found)
     for u in inner:
@@ -116,58 +111,6 @@ def shard(
             ignored_params=ignored_params,
         )
     return model
-
-
-def _make_buckets(
-    found: Sequence[FoundParam], mesh: DeviceMesh, policy: MixedPrecisionPolicy, placement_fn: PlacementFn | None
-) -> list[ParamBucket]:
-    """Buckets by (storage, gather and reduce dtype, requires_grad), in order of first appearance."""
-    groups = groups_of(mesh)
-    members: dict[tuple[BucketDtypes, bool], list[FoundParam]] = {}
-    for f in found:
-        members.setdefault((_dtypes(f.param, policy), f.param.requires_grad), []).append(f)
-    buckets = []
-    for (dtypes, _), group in members.items():
-        placements = [_placement(f, placement_fn) for f in group]
-        stored = [f.param.movedim(p.dim, 0).shape for f, p in zip(group, placements, strict=True)]
-        for ids, layout in plan_layouts(stored, groups.shard_size, dtypes.gather.itemsize):
-            here = [group[i] for i in ids]
-            cuts = [
-                Cut(mesh, layout, i, placements[k].dim, f.param.shape, placements[k])
-                for i, (k, f) in enumerate(zip(ids, here, strict=True))
-            ]
-            params, owners = [f.param for f in here], [f.owners for f in here]
-            bucket = make_bucket(params, owners, cuts, dtypes, groups, mesh_device(mesh))
-            for slot, f in zip(bucket.slots, here, strict=True):
-                slot.name = f.name
-            buckets.append(bucket)
-    return buckets
-
-
-def _dtypes(param: nn.Parameter, policy: MixedPrecisionPolicy) -> BucketDtypes:
-    """The policy's dtypes hold for floating-point parameters; others keep their own throughout."""
-    storage = param.dtype
-    if not storage.is_floating_point:
-        return BucketDtypes(storage, storage, storage)
-    gather = policy.param_dtype or storage
-    return BucketDtypes(storage, gather, policy.reduce_dtype or gather)
-
-
-def _placement(found: FoundParam, placement_fn: PlacementFn | None) -> Shard:
-    asked = placement_fn(found.param) if placement_fn is not None else None
-    if asked is None:
-        return RowAtomic()
-    if type(asked) is not Shard:
-        raise NotImplementedError(
-            f"shard_placement_fn gave {asked!r} for parameter {found.name!r}; torch's Shard(k) or None are supported"
-        )
-    ndim = found.param.ndim
-    if not -ndim <= asked.dim < ndim:
-        raise ValueError(
-            f"shard_placement_fn gave Shard({asked.dim}) for parameter {found.name!r}, which has {ndim} dims; "
-            f"give a dim in [{-ndim}, {ndim})"
-        )
-    return RowAtomic() if asked.dim % ndim == 0 else Shard(asked.dim % ndim)
 
 
 def _attach(unit: Unit, found: Sequence[FoundParam]) -> None:
