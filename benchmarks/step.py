@@ -92,7 +92,7 @@ PEERS: dict[str, Callable[[Any, DeviceMesh, Settings], nn.Module]] = {
 
 
 class Training:
-    """One peer's model and optimizer, and the seconds of each part of each step."""
+    """One peer: model, optimizer, and of each step the loss, the seconds of its parts, and CPU seconds of all threads."""
 
     PARTS = ("forward", "backward", "optimizer")
 
@@ -104,10 +104,11 @@ class Training:
         self.batches = itertools.cycle(_batches(settings, rank))
         self.losses: list[float] = []
         self.seconds: list[tuple[float, ...]] = []
+        self.cpu: list[float] = []
 
     def step(self) -> None:
         tokens, targets = next(self.batches)
-        times = [time.perf_counter()]
+        cpu, times = time.process_time(), [time.perf_counter()]
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         times.append(time.perf_counter())
         loss.backward()
@@ -115,6 +116,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         times.append(time.perf_counter())
+        self.cpu.append(time.process_time() - cpu)
         self.losses.append(loss.item())
         self.seconds.append(tuple(after - before for before, after in itertools.pairwise(times)))
 
@@ -159,6 +161,7 @@ def interleaved(settings: Settings) -> dict[str, dict[str, Any]]:
             name: {
                 "losses": all_reduce("losses", lambda peer=peer: peer.losses, _mean_of_each),
                 "rounds_ms": [1e3 * statistics.median(map(sum, seconds)) for seconds in rounds[name]],
+                "cpu_ms": 1e3 * statistics.median(peer.cpu[settings.warmup :]),
                 "parts_ms": _parts_ms(itertools.chain.from_iterable(rounds[name])),
                 "collectives": count_collectives(peer.step),
             }
@@ -269,7 +272,7 @@ def _arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--optimizer", choices=("default", "foreach", "fused"), default="default", help="form of AdamW")
     parser.add_argument("--options", default="{}", help="of the fxshard backend, as JSON")
-    parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="first step and memory too")
+    parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="also first step, memory")
     parser.add_argument("--json", metavar="FILE", help="write every number there")
     return parser.parse_args()
 
@@ -294,6 +297,7 @@ def _table(measured: dict[str, dict[str, Any]]) -> str:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "step ms": lambda peer: f"{peer['step_ms']:.1f}",
         f"÷ {REFERENCE}": lambda peer: f"{peer['ratio']:.2f}" if "ratio" in peer else "-",
+        "cpu ms": lambda peer: f"{peer['cpu_ms']:.1f}",
         **{f"{part} ms": lambda peer, part=part: f"{peer['parts_ms'][part]:.1f}" for part in Training.PARTS},
         "collectives": lambda peer: str(sum(peer["collectives"].values())),
         "first step s": lambda peer: _number(peer, "first_step_s"),

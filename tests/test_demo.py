@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -92,10 +93,10 @@ def test_traffic_counts_the_collectives_and_bytes_of_forward_and_backward(dump: 
     traffic = read_traffic(dump)
     # Units: embeddings, two blocks, norm and head. Backward needs no embedding, and has one reduction for each.
     assert (traffic.gathers, traffic.reductions) == (4 + 3, 4)
-    # A block has 12 parameters, the embeddings have 2, norm and head 3; backward does not read 5 biases of a block,
-    # nor the norm's.
-    block, ends = 12, 2 + 3
-    assert traffic.per_parameter > 2 * (2 * block + ends)
+    # Forward reads each parameter once and backward reduces each once; backward reads those that are no bias again.
+    parameters = [p for p, _ in GPT2(width=16, blocks=2, heads=2).named_parameters()]
+    again = [p for p in parameters if not p.endswith("bias") and not p.startswith(("wte", "wpe"))]
+    assert traffic.per_parameter == 2 * len(parameters) + len(again)
     size = 4 * sum(p.numel() for p in GPT2(width=16, blocks=2, heads=2).parameters())
     sent = size * 3 // 4  # of a buffer, by each of 4 ranks in a ring
     assert 2.5 * sent < traffic.sent < 3.5 * sent
@@ -104,7 +105,7 @@ def test_traffic_counts_the_collectives_and_bytes_of_forward_and_backward(dump: 
 
 def test_only_the_first_gather_and_the_last_reduction_have_nothing_to_hide_behind(dump: Path) -> None:
     traffic = read_traffic(dump)
-    assert traffic.exposed == ("backward reduce_scatter wte+wpe", "forward all_gather wte+wpe")
+    assert traffic.exposed == ("forward all_gather wte+wpe", "backward reduce_scatter wte+wpe")
     assert traffic.hidden == traffic.gathers + traffic.reductions - 2
 
 
@@ -178,7 +179,10 @@ def test_launch_gives_each_rank_its_environment_and_returns_what_rank_0_does() -
 
 @pytest.mark.parametrize(
     ("fn", "said"),
-    [(_rank_1_raises, r"(?s)rank 1 of 2 failed.*ValueError: no such luck"), (_rank_1_is_killed, "rank 1 of 2.*SIGKILL")],
+    [
+        (_rank_1_raises, r"(?s)rank 1 of 2 failed.*ValueError: no such luck"),
+        (_rank_1_is_killed, r"rank 1 of 2 ended with SIGKILL"),
+    ],
 )
 def test_a_failing_rank_ends_the_others_and_is_named(fn: Any, said: str) -> None:
     began = time.monotonic()
@@ -187,6 +191,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(fn: Any, said: str) -> None
     assert time.monotonic() - began < 120
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes as Linux shows them")
 def test_ctrl_c_ends_every_rank_with_a_message_and_code_130(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "fxshard.cli", "demo", "--device", "cpu", "--codegen", "eager"]
     child = subprocess.Popen(
@@ -203,8 +208,22 @@ def test_ctrl_c_ends_every_rank_with_a_message_and_code_130(tmp_path: Path) -> N
     assert child.returncode == 130
     assert "fxshard demo: interrupted, nothing is left running" in errors
     assert "Traceback" not in errors
-    with pytest.raises(ProcessLookupError):
-        os.killpg(child.pid, 0)  # no process of the group is left
+    deadline = time.monotonic() + 30
+    while running := _running_in_group(child.pid):  # helpers of multiprocessing end a little later
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
+
+
+def _running_in_group(group: int) -> list[str]:
+    """The processes of a group that are not over, as ``/proc`` describes them."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            stat = file.read_text()
+            state, _, pgid, *_ = stat.rpartition(")")[2].split()
+            if int(pgid) == group and state != "Z":
+                found.append(stat)
+    return found
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------------------
@@ -215,7 +234,7 @@ def _small(dump: Path, codegen: str, bf16: bool = False) -> Demo:
     return Demo(training, codegen, "cpu", str(dump))
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_small_demo_passes_and_reports(bf16: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(run_rank, 2, _small(tmp_path, "eager", bf16)) == 0
     printed = capfd.readouterr().out
@@ -234,7 +253,7 @@ def _demo_command(*arguments: str) -> int:
     return main(["demo", "--device", "cpu", "--codegen", "eager", "--steps", "1", *arguments])
 
 
-def test_in_a_launch_the_demo_uses_the_ranks_it_is_given_and_fails_on_each_if_nothing_is_learned(tmp_path: Path) -> None:
+def test_in_a_launch_the_demo_uses_its_ranks_and_fails_on_each_if_nothing_is_learned(tmp_path: Path) -> None:
     ended = run_processes(_demo_command, 2, "--dump", str(tmp_path), deadline=240)
     assert [rank.value for rank in ended] == [1, 1]
     assert "on 2 ranks (cpu)" in ended[0].stdout

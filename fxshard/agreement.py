@@ -1,0 +1,204 @@
+"""Agreement of ranks on the order of eager collectives, also where they run different code.
+
+A collective needs every rank of its group. Compiled graphs have theirs in an order fixed at compile time; eager code
+takes branches: an expert that gets tokens on some ranks only, an encoder that is skipped. So every rank follows a list
+of the collectives that a forward, or a backward, is expected to have: at first the order of registration, later what
+all ranks did last time.
+
+* What a rank wants and finds further down the list, it does after *joining* all that stands before it: taking part
+  with its shard, or with zero gradients, and dropping what comes back.
+* For what is not on the list it joins the rest of the list and then asks: a *round* is one small all-reduce in which
+  every rank says what it wants next, the lowest number wins, and all take part in that.
+* At the end of a forward or backward each rank joins the rest of the list and takes part in rounds until nobody wants
+  more. What somebody wanted becomes the list of the next time.
+
+So ranks that run the same code pay for one round a forward and one a backward. That last round also carries which
+parameters got a gradient on any rank, so that ``.grad`` is None on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from fxshard.bucket import ParamBucket
+
+
+class Kind(IntEnum):
+    """What a rank can want of a bucket: full parameters in forward, again in backward, or its gradients reduced."""
+
+    GATHER = 0
+    REGATHER = 1
+    REDUCE = 2
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One collective: ``kind`` for the bucket with number ``bucket`` in its scope."""
+
+    kind: Kind
+    bucket: int
+
+
+@dataclass
+class Phase:
+    """A forward or a backward on its way: the expected list, how far it is, and what was done and wanted."""
+
+    expected: list[Ticket]
+    at: int = 0
+    done: list[Ticket] = field(default_factory=list)
+    wanted: set[Ticket] = field(default_factory=set)
+
+
+class Agreement:
+    """The collectives of one scope of units over one mesh.
+
+    Args:
+        buckets: all buckets of the scope over this mesh, in the same order on every rank.
+        mesh: where they live.
+        join: take part in a collective that another rank wants.
+    """
+
+    def __init__(
+        self, buckets: Sequence[ParamBucket], mesh: DeviceMesh, join: Callable[[Kind, ParamBucket], None]
+    ) -> None:
+        self.buckets = list(buckets)
+        self.number = {b: i for i, b in enumerate(self.buckets)}
+        self.mesh = mesh
+        self.eager = False  # whether this rank ever wanted a collective: else all of them are in compiled graphs
+        self._join = join
+        self._first_param: list[int] = [0]
+        for b in self.buckets:
+            self._first_param.append(self._first_param[-1] + len(b.slots))
+        self._graded: set[int] = set()  # numbers of parameters that this rank's backward gave a gradient
+        self._posted: tuple[dist.Work, Tensor] | None = None
+
+    @property
+    def _end(self) -> int:
+        return len(Kind) * len(self.buckets)
+
+    # -- during a forward or backward ---------------------------------------------------------------------------------
+
+    def want(self, phase: Phase, kind: Kind, bucket: ParamBucket) -> None:
+        """Return when it is this rank's turn to take part in the collective that it wants. Collective, like all here."""
+        ticket = Ticket(kind, self.number[bucket])
+        self.eager = True
+        phase.wanted.add(ticket)
+        try:
+            stop = phase.expected.index(ticket, phase.at)
+        except ValueError:
+            self._join_until(phase, len(phase.expected))
+            while (chosen := self._round(phase, self._code(ticket))[0]) != self._code(ticket):
+                self._take_part(phase, self._ticket(chosen))
+        else:
+            self._join_until(phase, stop)
+            phase.at = stop + 1
+        phase.done.append(ticket)
+
+    def note_graded(self, bucket: ParamBucket, ids: Sequence[int]) -> None:
+        """Parameters ``ids`` of the bucket got a gradient in the running backward."""
+        first = self._first_param[self.number[bucket]]
+        self._graded.update(first + i for i in ids)
+
+    # -- at its end ---------------------------------------------------------------------------------------------------
+
+    def finish(self, phase: Phase) -> list[Ticket]:
+        """Take part until no rank wants more. Returns the list to expect next time. Ends with ``graded`` known."""
+        self._join_until(phase, len(phase.expected))
+        while (outcome := self._round(phase, self._end))[0] != self._end:
+            self._take_part(phase, self._ticket(outcome[0]))
+        said = outcome[1]
+        wanted = {self._ticket(code) for code in said[1 : 1 + self._end].nonzero().flatten().tolist()}
+        self._graded = set(said[1 + self._end :].nonzero().flatten().tolist())
+        return [t for t in phase.done if t in wanted]
+
+    def post(self, phase: Phase) -> None:
+        """Say that this rank wants nothing and knows all it needs, without waiting for the others."""
+        self._check_posted()
+        message = self._message(phase, self._end)
+        work = dist.all_reduce(message, dist.ReduceOp.MIN, group=control_group(self.mesh), async_op=True)
+        self._posted = (work, message) if work is not None else None
+        self._graded.clear()
+
+    def take_graded(self) -> dict[ParamBucket, set[int]]:
+        """Which parameters got a gradient on any rank in the backward that was finished last."""
+        graded = {
+            b: {i for i in range(len(b.slots)) if first + i in self._graded}
+            for b, first in zip(self.buckets, self._first_param, strict=False)
+        }
+        self._graded.clear()
+        return graded
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _code(self, ticket: Ticket) -> int:
+        return ticket.kind * len(self.buckets) + ticket.bucket
+
+    def _ticket(self, code: int) -> Ticket:
+        kind, bucket = divmod(code, len(self.buckets))
+        return Ticket(Kind(kind), bucket)
+
+    def _join_until(self, phase: Phase, stop: int) -> None:
+        while phase.at < stop:
+            phase.at += 1
+            self._take_part(phase, phase.expected[phase.at - 1])
+
+    def _take_part(self, phase: Phase, ticket: Ticket) -> None:
+        phase.done.append(ticket)
+        self._join(ticket.kind, self.buckets[ticket.bucket])
+
+    def _message(self, phase: Phase, code: int) -> Tensor:
+        """[what this rank wants, -1 for each collective it wanted, -1 for each parameter with a gradient]."""
+        message = torch.zeros(1 + self._end + self._first_param[-1], dtype=torch.int64)
+        message[0] = code
+        said = [1 + self._code(t) for t in phase.wanted] + [1 + self._end + i for i in self._graded]
+        message[said] = -1
+        return message
+
+    def _round(self, phase: Phase, code: int) -> tuple[int, Tensor]:
+        """The lowest number that any rank wants, and everything said so far by any rank."""
+        self._check_posted()
+        message = self._message(phase, code)
+        dist.all_reduce(message, dist.ReduceOp.MIN, group=control_group(self.mesh))
+        return int(message[0]), message
+
+    def _check_posted(self) -> None:
+        if self._posted is None:
+            return
+        work, message = self._posted
+        self._posted = None
+        work.wait()
+        if (code := int(message[0])) != self._end:
+            ticket = self._ticket(code)
+            raise RuntimeError(
+                f"ranks went different ways: one of them wants to {ticket.kind.name.lower()} bucket "
+                f"{self.buckets[ticket.bucket].name!r} in eager code, while this rank runs compiled graphs only; let "
+                "every rank compile, or none"
+            )
+
+
+def control_group(mesh: DeviceMesh) -> Any:
+    """A process group over all ranks of the mesh for messages between their CPUs; made at the first call (collective).
+
+    It uses the backend of the mesh's own group where that serves the CPU, and gloo otherwise.
+    """
+    cached = getattr(mesh, "_fxshard_control", None)
+    if cached is None:
+        ranks = mesh.mesh.flatten().tolist()
+        backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
+        cached = dist.new_group(
+            ranks,
+            backend="gloo" if "nccl" in backend else backend,
+            use_local_synchronization=True,
+            group_desc="fxshard control",
+        )
+        mesh._fxshard_control = cached  # type: ignore[attr-defined]
+    return cached
