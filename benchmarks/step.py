@@ -92,7 +92,7 @@ PEERS: dict[str, Callable[[Any, DeviceMesh, Settings], nn.Module]] = {
 
 
 class Training:
-    """One peer: model, optimizer, and of each step the loss, the seconds of its parts, and CPU seconds of all threads."""
+    """One peer, and of each step the loss, the seconds of its parts, and the CPU seconds of all threads."""
 
     PARTS = ("forward", "backward", "optimizer")
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 _D = TypeVar("_D", bound=DTensor)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
@@ -136,3 +137,39 @@ def keep_dynamo_out(modules: Sequence[str]) -> None:
 
     for module in modules:
         trace_rules.add(module)
+
+
+def saved_for_backward(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """What a forward graph returns for backward to use; all it returns where that is not described. Checked: 2.13."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    values = torch.utils._pytree.tree_leaves(output.args)
+    described = output.meta.get("desc") or [None] * len(values)
+    kept = (v for v, d in zip(values, described, strict=True) if d is None or "SavedForBackward" in type(d).__name__)
+    return [v for v in kept if isinstance(v, torch.fx.Node)]
+
+
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """A number for the backward that runs on this thread, unique in this process, or ``NO_BACKWARD``. Checked: 2.13."""
+    return torch._C._current_graph_task_id()
+
+
+def never_compile_alone(function: Any) -> None:
+    """Let Dynamo inline ``function`` into what it compiles, but not compile its frame by itself. Checked: 2.13."""
+    from torch._C._dynamo import eval_frame
+
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def outside_dynamo(function: _F) -> _F:
+    """Let Dynamo compile neither ``function`` nor what it calls. Not for functions in traced code. Checked: 2.13."""
+    from torch._C._dynamo import eval_frame
+
+    action = eval_frame._FrameAction
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.SKIP))
+    return function
+

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import registry
 from fxshard.cut import Cut
 from fxshard.layout import GlobalLayout, Range
 from fxshard.layout_tensor import LayoutTensor
 from fxshard.mesh import MeshGroups
+from fxshard.trainable import Place
+from fxshard.unreduced import Unreduced
 
 if TYPE_CHECKING:
     from fxshard.unit import Unit
@@ -37,6 +40,14 @@ class BucketDtypes:
     gather: torch.dtype
     reduce: torch.dtype
 
+    @staticmethod
+    def of(storage: torch.dtype, policy: MixedPrecisionPolicy) -> BucketDtypes:
+        """The policy's dtypes hold for floating-point parameters; others keep their own throughout."""
+        if not storage.is_floating_point:
+            return BucketDtypes(storage, storage, storage)
+        gather = policy.param_dtype or storage
+        return BucketDtypes(storage, gather, policy.reduce_dtype or gather)
+
 
 @dataclass
 class ParamSlot:
@@ -46,6 +57,8 @@ class ParamSlot:
     cut: Cut
     owners: list[tuple[nn.Module, str]]
     name: str = ""  # fully qualified from the root that was sharded last; see sharding.name_units
+    detached: bool = False  # frozen, in a bucket that is not: compiled reads record no gradient; they guard on this
+    sink: Tensor | None = None  # takes the gradient in compiled code while it is not reduced, see fxshard.unreduced
 
     def full_view(self, stored: Tensor) -> Tensor:
         """The parameter in its logical shape, from its elements (any shape) in storage order."""
@@ -65,11 +78,19 @@ class ParamBucket:
     name: str = field(default="", init=False)  # canonical: the unit's name, and a number where it has several buckets
     key: str = field(init=False)
     reduced: set[int] = field(default_factory=set, init=False)  # ids whose gradient the running backward has reduced
+    unreduced: Unreduced = field(init=False)
+    late: list[tuple[Tensor, set[int]]] = field(default_factory=list, init=False)  # see hand_out_late
+    _watched: nn.Parameter | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.key = registry.register(self)
-        if self.requires_grad:
-            self.flat.register_post_accumulate_grad_hook(self._hand_out)
+        stored = [(tuple(s.cut.storage_shape), s.cut.dim) for s in self.slots]
+        offsets, sizes = tuple(self.layout.tensor_to_offset), (self.layout.size, self.flat.numel(), self.divisor)
+        self.key = registry.register(self, (stored, offsets, sizes, self.dtypes))
+        self.unreduced = Unreduced(self)
+        for slot in self.slots:
+            if isinstance(slot.param, LayoutTensor):
+                Place.set(slot.param, self)
+        self.follow_requires_grad()
 
     @property
     def requires_grad(self) -> bool:
@@ -111,23 +132,51 @@ class ParamBucket:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    def follow_requires_grad(self) -> None:
+        """Let the flat shard require a gradient exactly if one of the parameters does; users freeze and unfreeze."""
+        trainable = any(s.param.requires_grad for s in self.slots)
+        if self.flat.requires_grad != trainable:
+            self.flat.requires_grad_(trainable)
+        if trainable and self._watched is not self.flat:
+            self.flat.register_post_accumulate_grad_hook(lambda _: self._hand_out())
+            self._watched = self.flat
+        for slot in self.slots:
+            slot.detached = trainable and not slot.param.requires_grad
+
     def note_reduced(self, ids: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient: the others' ``.grad`` stays None."""
         self.reduced.update(ids)
 
-    def _hand_out(self, flat: Tensor) -> None:
-        """Hand each reduced parameter its part of the flat shard's gradient; leave nothing on the flat shard."""
-        segment, flat.grad = flat.grad, None
-        ids, self.reduced = sorted(self.reduced), set()
+    def _hand_out(self) -> None:
+        """Take the gradient of the flat shard, where autograd left it, and leave nothing there."""
+        segment, self.flat.grad = self.flat.grad, None
+        if segment is not None:
+            self.unit.scope.await_backward()
+            self.hand_out(segment)
+
+    def hand_out(self, segment: Tensor | None) -> None:
+        """Hand each reduced parameter its part of a grad segment, storage dtype; None: there is nothing to hand out."""
         if segment is None:
             return
+        ids, self.reduced = self.reduced, set()
+        trainable = {i for i, s in enumerate(self.slots) if s.param.requires_grad}
+        self._give(segment, ids & trainable)
+        if (undecided := trainable - ids) and self.divisor > 1:
+            self.late.append((segment, undecided))
+        self.unit.scope.note_graded(self, sorted(ids & trainable))
+
+    def hand_out_late(self, ids: set[int]) -> None:
+        """Hand out what this rank could not know: other ranks gave parameters ``ids`` a gradient in this backward."""
+        late, self.late = self.late, []
+        for segment, undecided in late:
+            self._give(segment, ids & undecided)
+
+    def _give(self, segment: Tensor, ids: set[int]) -> None:
         present: list[Tensor] = []
         new: list[Tensor] = []
         params: list[Tensor] = []
-        for i in ids:
+        for i in sorted(ids):
             param = self.slots[i].param
-            if not param.requires_grad:
-                continue
             grad = self.local_view(segment, i)
             for hook in (param._backward_hooks or {}).values():
                 replaced = hook(grad)
@@ -173,24 +222,66 @@ class ParamBucket:
         """Before values are gathered: copy back what was stored elsewhere (``p.data = ...``), and alias again.
 
         A parameter whose local part no longer lies at its place in the flat shard holds newer values than the flat
-        shard does. Raises ``RuntimeError`` naming the parameter when its shape or dtype changed, so that the values
-        cannot be taken over, and when the bucket is still on the meta device.
+        shard does; so does one that a module was given in place of the bucket's (``load_state_dict(assign=True)``).
+        Raises ``RuntimeError`` naming the parameter when it is no sharded one of the same cut and dtype, so that its
+        values cannot be taken over, and when the bucket is still on the meta device.
         """
         self.check_materialised()
+        places = self._places
         for i, slot in enumerate(self.slots):
+            for owner, attr in slot.owners:
+                if owner._parameters.get(attr) is not slot.param:
+                    self._adopt(i, owner._parameters.get(attr))
             local = slot.param._local_tensor  # type: ignore[attr-defined]
-            at = self._places[i]
-            if local.data_ptr() == at or local.numel() == 0:
+            if local.data_ptr() == places[i] or local.numel() == 0:
                 continue
             slab = self.slab(self.flat.detach(), i).movedim(0, slot.cut.dim)
-            if local.shape != slab.shape or local.dtype != slab.dtype:
+            if local.shape != slab.shape or local.dtype != slab.dtype or local.is_meta:
                 raise RuntimeError(
-                    f"the storage of parameter {slot.name!r} was replaced by {tuple(local.shape)} {local.dtype}, but "
-                    f"this rank holds {tuple(slab.shape)} {slab.dtype} of it; assign values of that shape and dtype"
+                    f"the storage of parameter {slot.name!r} was replaced by {tuple(local.shape)} {local.dtype} on "
+                    f"{local.device}, but this rank holds {tuple(slab.shape)} {slab.dtype} on {slab.device} of it; "
+                    "assign values of that shape and dtype, and convert whole units (not single parameters)"
                 )
             with torch.no_grad():
                 slab.copy_(local)
             slot.param._local_tensor = slab  # type: ignore[attr-defined]
+
+    def _adopt(self, i: int, given: Any) -> None:
+        """Let what a module now holds as parameter ``i`` be the parameter, for all its owners."""
+        slot = self.slots[i]
+        if not isinstance(given, LayoutTensor) or given.cut != slot.cut:
+            what = "None" if given is None else f"a {type(given).__name__} of shape {tuple(given.shape)}"
+            raise RuntimeError(
+                f"parameter {slot.name!r} of the sharded model was replaced by {what}; give it a sharded parameter of "
+                "the same shape, copy full values into it with param.copy_(full) under torch.no_grad(), or change the "
+                "model before it is sharded"
+            )
+        slot.param = given  # type: ignore[assignment]
+        Place.set(given, self)
+        for owner, attr in slot.owners:
+            owner._parameters[attr] = slot.param
+        self.follow_requires_grad()
+
+    def follow_storage(self) -> None:
+        """After ``Module._apply`` (``to``, ``to_empty``, ``half``): if every parameter is now of another device or dtype,
+        make the flat shard so too, with their values, and let them be its views again."""
+        locals_ = [s.param._local_tensor for s in self.slots]  # type: ignore[attr-defined]
+        device, dtype = locals_[0].device, locals_[0].dtype
+        for slot in self.slots:
+            Place.set(slot.param, self)  # swapping tensors, as _apply does, swaps their attributes too
+        if (device, dtype) == (self.flat.device, self.flat.dtype):
+            return
+        if any((t.device, t.dtype) != (device, dtype) for t in locals_):
+            return  # other modules of the unit are still to come
+        flat = torch.zeros(self.flat.shape, dtype=dtype, device=device)
+        for i, local in enumerate(locals_):
+            slab = self.slab(flat, i).movedim(0, self.slots[i].cut.dim)
+            if not local.is_meta:
+                slab.copy_(local)
+            self.slots[i].param._local_tensor = slab  # type: ignore[attr-defined]
+        self.flat = nn.Parameter(flat, requires_grad=self.requires_grad)
+        self.dtypes = BucketDtypes.of(dtype, self.unit.policy)
+        self.follow_requires_grad()
 
     @property
     def _places(self) -> list[int]:
@@ -243,4 +334,19 @@ def make_bucket(
             stored = full.detach().movedim(slot.cut.dim, 0)
             slab.copy_(stored[first : first + slab.shape[0]])
         slot.param = nn.Parameter(LayoutTensor.from_local_slab(slab, slot.cut), requires_grad=trainable)
+        _take_over(slot.param, full, slot.cut)
+        Place.set(slot.param, bucket)
+    bucket.follow_requires_grad()
     return bucket
+
+
+def _take_over(param: nn.Parameter, full: nn.Parameter, cut: Cut) -> None:
+    """What users put on a parameter: attributes, hooks, a gradient."""
+    param.__dict__.update(full.__dict__)
+    for hook in (full._backward_hooks or {}).values():
+        param.register_hook(hook)
+    for hook in (getattr(full, "_post_accumulate_grad_hooks", None) or {}).values():
+        param.register_post_accumulate_grad_hook(hook)
+    if full.grad is not None:
+        rows = full.grad.to_dense() if full.grad.is_sparse else full.grad
+        param.grad = LayoutTensor.from_local_slab(cut.own_part(rows).movedim(cut.dim, 0).clone(), cut)

@@ -30,7 +30,7 @@ def make_buckets(
     members: dict[tuple[BucketDtypes, bool, bool], list[FoundParam]] = {}
     for f in found:
         whole = isinstance(placements[id(f)], TensorAtomic)
-        members.setdefault((_dtypes(f.param, policy), f.param.requires_grad, whole), []).append(f)
+        members.setdefault((BucketDtypes.of(f.param.dtype, policy), f.param.requires_grad, whole), []).append(f)
     buckets = []
     for (dtypes, _, _), group in members.items():
         asked = [placements[id(f)] for f in group]
@@ -60,15 +60,6 @@ def _layouts(group: Sequence[FoundParam], placements: Sequence[Shard], dp_size: 
         return [(list(range(len(group))), plan_whole_tensors(stored, dp_size, owners))]
     blocks = [p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements]
     return plan_layouts(stored, dp_size, dtypes.gather.itemsize, blocks)
-
-
-def _dtypes(param: nn.Parameter, policy: MixedPrecisionPolicy) -> BucketDtypes:
-    """The policy's dtypes hold for floating-point parameters; others keep their own throughout."""
-    storage = param.dtype
-    if not storage.is_floating_point:
-        return BucketDtypes(storage, storage, storage)
-    gather = policy.param_dtype or storage
-    return BucketDtypes(storage, gather, policy.reduce_dtype or gather)
 
 
 def _placement(found: FoundParam, placement_fn: PlacementFn | None) -> Shard:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import _inductor, _torch
 from fxshard.codegen import Compiled, generate
-from fxshard.facts import GATHER, REDUCE, Buckets, nodes_of, read_graph
+from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph
 from fxshard.inspect.dump import Dump
 from fxshard.inspect.schedule import Step, steps_of
 from fxshard.options import Options
@@ -64,8 +64,8 @@ class Capture:
         if kind == "inference" and self.options.codegen == "inductor":
             gm = _inductor.joint_graph_passes(gm, dict(self.options.inductor))
         # What the running code must do around the graph, known before the passes replace these nodes.
-        read = sorted({n.args[1] for n in nodes_of([gm.graph], [GATHER])})
-        reduced = sorted({(n.args[1], n.args[2]) for n in nodes_of([gm.graph], [REDUCE])})
+        read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER])})
+        reduced = sorted({(key_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
         if self.options.fuse:
             buckets = Buckets.of([gm.graph])
             plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.bucket import ParamBucket
 from fxshard.layout_tensor import LayoutTensor
-from fxshard.unit import ParamRead, Unit, swap_class, units_of
+from fxshard.own_references import references_in
+from fxshard.sharded_class import swap_class
+from fxshard.unit import ParamRead, Unit, units_of
 
 
 @dataclass(eq=False)
@@ -94,14 +96,27 @@ def _named_owners(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
 def point_to(owner: nn.Module, attr: str, unit: Unit, bucket: ParamBucket, index: int) -> None:
     """Let ``owner.attr`` be parameter ``index`` of the bucket, read through ``unit``."""
     owner._parameters[attr] = bucket.slots[index].param
-    swap_class(owner, {attr: ParamRead(unit, bucket, index)}, runs_unit=False)
+    swap_class(owner, unit, reads={attr: ParamRead(unit, bucket, index)})
 
 
-def device_type_of(found: Sequence[FoundParam]) -> str:
+def point_references(modules: Sequence[nn.Module], unit: Unit) -> None:
+    """Let lists and dicts of parameters that modules keep for themselves read the sharded ones."""
+
+    def find(tensor: torch.Tensor) -> ParamRead | None:
+        place = getattr(tensor, "_fxshard_slot", None)
+        return ParamRead(*place) if place is not None else None
+
+    for root in modules:
+        for module in root.modules():
+            if references := references_in(module, find):
+                swap_class(module, unit, references=references)
+
+
+def device_type_of(params: Iterable[nn.Parameter]) -> str:
     """Where the parameters are now; from the CPU or meta they go to CUDA when there is one."""
-    for f in found:
-        if f.param.device.type not in ("cpu", "meta"):
-            return f.param.device.type
+    for p in params:
+        if p.device.type not in ("cpu", "meta"):
+            return p.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -28,7 +28,7 @@ class Buckets:
     def of(graphs: Sequence[fx.Graph]) -> Buckets:
         by_name: dict[str, ParamBucket] = {}
         for node in nodes_of(graphs, (GATHER, REDUCE)):
-            bucket = lookup(node.args[1])  # type: ignore[arg-type]
+            bucket = lookup(key_of(node))
             if bucket in by_name.values():
                 continue
             name, k = bucket.name, 2
@@ -42,6 +42,27 @@ class Buckets:
 
     def facts(self) -> tuple[BucketFacts, ...]:
         return tuple(bucket_facts(n, b) for n, b in self.by_name.items())
+
+
+def key_of(node: fx.Node) -> str:
+    """The registry key of the bucket that an fxshard op names."""
+    key = node.args[1]
+    assert isinstance(key, str)
+    return key
+
+
+def index_of(node: fx.Node) -> int:
+    """The tensor id that ``gather_param``, ``reduce_grad`` or ``param_view`` names."""
+    index = node.args[2]
+    assert isinstance(index, int)
+    return index
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """The node's first argument: flat shard, gradient, gathered buffer, or what is waited for."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def nodes_of(graphs: Sequence[fx.Graph], targets: Sequence[object]) -> Iterator[fx.Node]:
@@ -79,17 +100,17 @@ def read_graph(graph: fx.Graph, kind: str, buckets: Buckets) -> GraphFacts:
     place = {n: i for i, n in enumerate(graph.nodes)}
     gathers: dict[str, tuple[set[int], int]] = {}
     for node in nodes_of([graph], [GATHER]):
-        name = buckets.name(node.args[1])  # type: ignore[arg-type]
+        name = buckets.name(key_of(node))
         use = min((place[u] for u in node.users), default=place[node])
         ids, first = gathers.setdefault(name, (set(), use))
-        ids.add(node.args[2])  # type: ignore[arg-type]
+        ids.add(index_of(node))
         gathers[name] = (ids, min(first, use))
     reductions: dict[str, tuple[set[int], int]] = {}
     for node in nodes_of([graph], [REDUCE]):
-        name = buckets.name(node.args[1])  # type: ignore[arg-type]
+        name = buckets.name(key_of(node))
         ids, ready = reductions.setdefault(name, (set(), 0))
-        ids.add(node.args[2])  # type: ignore[arg-type]
-        reductions[name] = (ids, max(ready, place[node.args[0]]))  # type: ignore[index]
+        ids.add(index_of(node))
+        reductions[name] = (ids, max(ready, place[source_of(node)]))
     present = set(gathers) | set(reductions)
     return GraphFacts(
         kind,

@@ -200,7 +200,7 @@ def _foreach_functional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _fused_optimizer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A fused optimizer step: every list it is given may be written, apart from the gradients' it reads."""
+    """A fused optimizer step, which writes parameters, states, step counters and, with a gradient scale, gradients."""
     unwrapped, _ = local_lists(func, args)
     func(*unwrapped, **kwargs)
     for tensors in unwrapped:

@@ -97,8 +97,8 @@ def _truth(func: Any, x: LayoutTensor, dim: Any = None, keepdim: bool = False) -
 
 def _compare(func: Any, x: Any, y: Any, *options: Any, **named: Any) -> bool:
     """``equal`` and ``allclose`` of two tensors of equal cut, as a bool that is the same on all ranks."""
-    if type(x) is not LayoutTensor:
-        raise NotImplementedError(refusal(func, (x, y)))
+    if type(x) is not LayoutTensor or type(y) is not LayoutTensor:
+        raise NotImplementedError(refusal(func, (x, y), because="it compares a sharded tensor with one that is not"))
     local = func(x._local_tensor, local_operand(func, y, x._cut, (x, y)), *options, **named)
     return bool(gather_values(torch.tensor(local, device=x.device), x._cut.mesh).all())
 

@@ -144,7 +144,7 @@ def _collective(raw: dict[str, Any]) -> Collective:
     )
 
 
-def _frozen(value: object) -> object:
+def _frozen(value: Any) -> Any:
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
 
 

@@ -6,6 +6,7 @@ group. Buckets are held weakly: an entry goes when its model does.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from typing import TYPE_CHECKING
@@ -17,9 +18,13 @@ _buckets: weakref.WeakValueDictionary[str, ParamBucket] = weakref.WeakValueDicti
 _numbers = itertools.count()
 
 
-def register(bucket: ParamBucket) -> str:
-    """Keep ``bucket`` (weakly) and return its key, unique in this process."""
-    key = f"b{next(_numbers)}"
+def register(bucket: ParamBucket, facts: object) -> str:
+    """Keep ``bucket`` (weakly) and return its key, unique in this process.
+
+    The key ends in a digest of ``facts`` (by their ``repr``): all that the shapes and dtypes of the bucket's ops depend
+    on. Compilers cache code on disk by the text of graphs, and must not serve code that was made for another layout.
+    """
+    key = f"b{next(_numbers)}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
     _buckets[key] = bucket
     return key
 

@@ -17,11 +17,15 @@ from fxshard.discover import (
     find_units,
     move_unsharded_state,
     name_units,
+    point_references,
     point_to,
 )
 from fxshard.mesh import mesh_device, resolve_mesh
-from fxshard.unit import Unit, swap_class, units_of
-from fxshard.unshard import Scope
+from fxshard.replaced import ReplacedParameter
+from fxshard.same_start import start_alike
+from fxshard.scope import Scope
+from fxshard.sharded_class import swap_class
+from fxshard.unit import Unit, units_of
 
 
 def fully_shard(
@@ -38,9 +42,10 @@ def fully_shard(
     ``torch.distributed.fsdp.fully_shard``.
 
     Apply it to inner modules first; a unit takes the parameters under its modules that no inner unit has. Each
-    parameter becomes a ``LayoutTensor``; the modules keep their identity and their parameters' names. Every rank must
-    call it in the same order on models with equal parameters. Collective over the mesh at its first use only (process
-    groups are made); no parameter is communicated.
+    parameter becomes a ``LayoutTensor``; the modules keep their identity and their parameters' names. The full
+    parameters it had before can no longer be used: build the optimizer afterwards. Every rank must call it in the same
+    order on models of equal structure. Collective over the mesh: ranks compare checksums of the parameters, and where
+    they differ all take those of the mesh's first rank.
 
     Args:
         module: what to shard.
@@ -64,12 +69,14 @@ def fully_shard(
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ValueError(f"reshard_after_forward should be a bool or None, got {reshard_after_forward!r}")
     found = collect_params(modules, ignored_params or set())
-    mesh = resolve_mesh(mesh, device_type_of(found))
+    mesh = resolve_mesh(mesh, device_type_of(f.param for f in found))
     inner = [u for m in modules for u in units_of(m)]
     unit = Unit(modules, [], bool(reshard_after_forward), mp_policy, Scope(), reshard_after_forward is None)
+    start_alike([f.param for f in found], [f.name for f in found], mesh)
     unit.buckets = make_buckets(found, mesh, mp_policy, shard_placement_fn)
     move_unsharded_state(modules, mesh_device(mesh))
     _attach(unit, found)
+    unit.scope.units = [unit, *inner]
     for u in inner:
         u.scope = unit.scope
         if u.reshard_by_default:
@@ -96,6 +103,8 @@ def shard(
     that holds both stays gathered through the whole step. Otherwise ``units`` lists them, each a module or a list of
     modules. ``reshard_after_forward`` holds for every unit, the root included. The rest is as in ``fully_shard``.
     """
+    if mesh is None:
+        mesh = resolve_mesh(None, device_type_of(model.parameters()))
     if units == "auto":
         units = find_units(model)
     elif isinstance(units, str):
@@ -122,6 +131,9 @@ def _attach(unit: Unit, found: Sequence[FoundParam]) -> None:
             original[id(slot.owners)]._fxshard_slot = (unit, bucket, i)  # type: ignore[attr-defined]
             for owner, attr in slot.owners:
                 point_to(owner, attr, unit, bucket, i)
+    point_references(unit.modules, unit)
     for module in unit.modules:
-        swap_class(module, {}, runs_unit=True)
+        swap_class(module, unit, runs_unit=True)
         module._fxshard_unit = unit  # type: ignore[assignment]
+    for f in found:
+        ReplacedParameter.retire(f.param, f.name)

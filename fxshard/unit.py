@@ -1,24 +1,17 @@
-"""Unit: modules whose parameters are gathered together, and how such modules read their parameters.
-
-The class of every module that owns sharded parameters is swapped for a subclass whose properties return the full
-parameter while a forward of the tree runs, and the LayoutTensor otherwise; the class of a unit's own modules also gets
-a ``forward`` that says when that is. Under Dynamo a read is the op ``gather_param``; eagerly it is a window's view.
-"""
+"""Unit: modules whose parameters are gathered together; and what fxshard's modules can do beyond ``nn.Module``."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map_only
 
-from fxshard.bucket import ParamBucket
-from fxshard.unshard import Scope
+from fxshard.bucket import ParamBucket, ParamSlot
+from fxshard.scope import Scope
 
 
 @dataclass(eq=False)
@@ -32,6 +25,8 @@ class Unit:
     scope: Scope
     reshard_by_default: bool = False  # the user left it open: True for inner units, False for the outermost
     name: str = ""
+    reduces: bool = True  # backward reduces gradients; else they wait, see fxshard.unreduced
+    all_reduces: bool = True  # on a (replicate, shard) mesh: the second stage of that too
     _ran: set[int] = field(default_factory=set)
 
     def ran(self, module: nn.Module) -> bool:
@@ -42,6 +37,12 @@ class Unit:
         self._ran.clear()
         return True
 
+    def set_reduces(self, reduces: bool, all_reduces: bool) -> None:
+        self.reduces, self.all_reduces = reduces, all_reduces
+        if not (reduces and all_reduces):
+            for bucket in self.buckets:
+                bucket.unreduced.make_sinks()
+
 
 @dataclass(frozen=True, eq=False)
 class ParamRead:
@@ -51,23 +52,68 @@ class ParamRead:
     bucket: ParamBucket
     index: int
 
+    @property
+    def slot(self) -> ParamSlot:
+        return self.bucket.slots[self.index]
 
-_swapped: weakref.WeakValueDictionary[tuple[type, frozenset[str], bool], type] = weakref.WeakValueDictionary()
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns; the parameters are gathered already."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
 
 
 class ShardedModule:
-    """Mixed into the class of every module that fxshard changed: units' own modules and owners of parameters."""
+    """Mixed into the class of every module that fxshard changed: units' own modules and owners of parameters.
+
+    The methods are those of ``torch.distributed.fsdp.FSDPModule``, with the same meaning.
+    """
 
     _fxshard_unit: Unit | None = None
     _fxshard_reads: dict[str, ParamRead]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full parameters are freed after forward and gathered again for backward, from the next call on."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward).__name__}")
+        _check_flag("reshard_after_forward", reshard_after_forward)
         for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.reshard_by_default = False
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over ranks. While it does not, they accumulate in full on each rank, and
+        the first backward that does reduces the sum. Set it before forward and backward of a micro-batch."""
+        _check_flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_of(self, recurse):
+            unit.set_reduces(requires_gradient_sync, requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a (replicate, shard) mesh, whether backward reduces gradients over the replicas. While it does not,
+        segments reduced over the shard dim accumulate on each rank, and the first backward that does reduces them."""
+        _check_flag("requires_all_reduce", requires_all_reduce)
+        for unit in units_of(self, recurse):
+            unit.set_reduces(unit.reduces, requires_all_reduce)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own unit and keep its parameters full, also outside forward, until ``reshard()``.
+
+        Collective over the unit's shard group. A module that is no unit has nothing of its own to gather.
+        """
+        for unit in units_of(self, recurse=False):
+            unit.scope.hold(unit.buckets)
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Free what ``unshard()`` gathered."""
+        for unit in units_of(self, recurse=False):
+            unit.scope.release(unit.buckets)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        """``Module._apply``, behind ``to``, ``half``, ``to_empty``; the flat shards follow their parameters."""
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for bucket in {r.bucket for r in self.__dict__.get("_fxshard_reads", {}).values()}:
+            bucket.follow_storage()
+        return self
 
 
 def units_of(module: Any, recurse: bool = True) -> list[Unit]:
@@ -76,57 +122,6 @@ def units_of(module: Any, recurse: bool = True) -> list[Unit]:
     return list(dict.fromkeys(u for m in modules if (u := getattr(m, "_fxshard_unit", None)) is not None))
 
 
-def swap_class(module: nn.Module, reads: dict[str, ParamRead], *, runs_unit: bool) -> None:
-    """Give ``module`` the properties of ``reads`` (added to those it has) and, for a unit's own, the forward."""
-    known: dict[str, ParamRead] = module.__dict__.get("_fxshard_reads", {})
-    reads = {**known, **reads}
-    cls = type(module)
-    base = cls.__mro__[2] if issubclass(cls, ShardedModule) else cls  # swapped class, ShardedModule, original
-    runs_unit = runs_unit or ("forward" in cls.__dict__ and issubclass(cls, ShardedModule))
-    key = (base, frozenset(reads), runs_unit)
-    swapped = _swapped.get(key)
-    if swapped is None:
-        members: dict[str, Any] = {name: _reader(name) for name in reads}
-        if runs_unit:
-            members["forward"] = _forward
-        members["_fxshard_base"] = base
-        members["__module__"] = base.__module__
-        members["__qualname__"] = base.__qualname__
-        swapped = type(base.__name__, (ShardedModule, base), members)
-        _swapped[key] = swapped
-    module._fxshard_reads = reads  # type: ignore[assignment]
-    module.__class__ = swapped
-
-
-def _reader(name: str) -> property:
-    def read(self: Any) -> Tensor:
-        source = self._fxshard_reads[name]
-        if source.unit.scope.depth == 0:
-            return self._parameters[name]
-        if torch.compiler.is_compiling():
-            return torch.ops.fxshard.gather_param(source.bucket.flat, source.bucket.key, source.index)
-        return source.unit.scope.read(source.bucket, source.index)
-
-    return property(read)
-
-
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    unit = self._fxshard_unit
-    policy = unit.policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
-    if torch.compiler.is_compiling():
-        unit.scope.depth += 1
-        try:
-            out = self._fxshard_base.forward(self, *args, **kwargs)
-        finally:
-            unit.scope.depth -= 1
-    else:
-        with unit.scope.entered(unit, self):
-            out = self._fxshard_base.forward(self, *args, **kwargs)
-    return out if policy.output_dtype is None else _cast_floating(out, policy.output_dtype)
-
-
-def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    cast: Callable[[Tensor], Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-    return tree_map_only(Tensor, cast, tree)
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} should be a bool, got {type(value).__name__}")

@@ -4,24 +4,20 @@ The first read of a parameter while a forward is running gathers its bucket: one
 backward is one reduce-scatter. The window closes when the unit's forward ends (``reshard_after_forward``) or when the
 outermost forward does. Autograd would keep the gathered buffer alive through the tensors it saves, so while a forward
 runs, saved views of a gathered buffer are replaced by their place in it; backward gathers the bucket again, once, and
-drops it when the bucket's gradients are reduced.
+drops it when the bucket's gradients are reduced. Code that runs inside a backward (recomputation of a checkpointed
+region, hooks) reads full parameters too; such windows close when that backward ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxshard import _torch, comm
+from fxshard import comm
 from fxshard.bucket import ParamBucket
-
-if TYPE_CHECKING:
-    from fxshard.unit import Unit
 
 
 class _Unshard(torch.autograd.Function):
@@ -29,21 +25,19 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, window: Window) -> tuple[Tensor, ...]:
-        ctx.window = window
+        ctx.window, bucket = window, window.bucket
         ctx.set_materialize_grads(False)
-        gathered = comm.all_gather(flat.detach().to(window.bucket.dtypes.gather), window.bucket.groups)
+        gathered = comm.all_gather(flat.detach().to(bucket.dtypes.gather), bucket.groups)
         window.remember(gathered)
-        return tuple(window.bucket.full_params(gathered))
+        params = bucket.full_params(gathered)
+        ctx.mark_non_differentiable(*(p for p, s in zip(params, bucket.slots, strict=True) if not s.param.requires_grad))
+        return tuple(params)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
-        bucket = ctx.window.bucket
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         ctx.window.regathered = None
-        bucket.note_reduced(i for i, g in enumerate(grads) if g is not None)
-        packed = bucket.pack(grads)
-        del grads
-        return comm.reduce_mean(packed, bucket.groups, bucket.divisor).to(bucket.dtypes.storage), None
+        return ctx.window.bucket.unit.scope.reduce(ctx.window.bucket, grads), None
 
 
 @dataclass(eq=False)
@@ -53,16 +47,35 @@ class Window:
     bucket: ParamBucket
     storage: int = 0  # address of the gathered buffer's storage
     params: tuple[Tensor, ...] = ()
-    version: int = 0
+    differentiable: bool = False
+    version: int = 0  # of the flat shard when it was gathered
+    gathered_version: int = 0
     regathered: Tensor | None = None
 
     def open(self) -> None:
+        """Gather the bucket; collective over its shard group."""
         self.bucket.refresh()
+        self.differentiable = torch.is_grad_enabled() and self.bucket.requires_grad
         self.params = _Unshard.apply(self.bucket.flat, self)
+        self.gathered_version = self.params[0]._version
 
     def remember(self, gathered: Tensor) -> None:
         self.storage = gathered.untyped_storage().data_ptr()
         self.version = self.bucket.flat._version
+
+    @property
+    def serves(self) -> bool:
+        """Whether a read now may take what was gathered: with a graph, if one is being recorded."""
+        return self.differentiable or not (torch.is_grad_enabled() and self.bucket.requires_grad)
+
+    def check_unwritten(self) -> None:
+        """``RuntimeError`` if forward wrote to full parameters, which are copies of what the ranks own."""
+        if self.bucket.groups.gather is not None and self.params[0]._version != self.gathered_version:
+            raise RuntimeError(
+                f"forward wrote in place to a parameter of unit {self.bucket.unit.name!r} (one of "
+                f"{[s.name for s in self.bucket.slots][:8]}); a full parameter is a copy for the time of the forward, "
+                "so the write would be lost. Keep such state in a buffer, or write to the parameter outside forward"
+            )
 
     @property
     def regathers(self) -> bool:
@@ -77,81 +90,21 @@ class Window:
                 "backward would gather other values than forward used; step the optimizer after backward"
             )
         if self.regathered is None:
+            self.bucket.unit.scope.prepare_regather(self)
             with torch.no_grad():
                 flat = self.bucket.flat.detach().to(self.bucket.dtypes.gather)
                 self.regathered = comm.all_gather(flat, self.bucket.groups)
-            if not self.bucket.requires_grad:  # no reduction will close this window
-                torch.autograd.Variable._execution_engine.queue_callback(self._drop)
         return self.regathered
-
-    def _drop(self) -> None:
-        self.regathered = None
 
 
 @dataclass
-class _SavedParam:
+class SavedParam:
+    """What autograd saves in place of a view of a gathered buffer."""
+
     window: Window
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
-
-@dataclass(eq=False)
-class Scope:
-    """The forwards of one tree of units: how deep they are nested now, and the windows that are open.
-
-    ``depth`` is what decides what reading a parameter means: sharded at 0, full above. Compiled code guards on it.
-    """
-
-    depth: int = 0
-    windows: dict[ParamBucket, Window] = field(default_factory=dict)
-
-    def read(self, bucket: ParamBucket, index: int) -> Tensor:
-        window = self.windows.get(bucket)
-        if window is None or (torch.is_grad_enabled() and bucket.requires_grad and not window.params[0].requires_grad):
-            window = Window(bucket)
-            window.open()
-            self.windows[bucket] = window
-        return window.params[index]
-
-    def close(self, buckets: list[ParamBucket]) -> None:
-        for bucket in buckets:
-            self.windows.pop(bucket, None)
-
-    @contextmanager
-    def entered(self, unit: Unit, module: nn.Module) -> Iterator[None]:
-        """One forward of ``module``, a module of ``unit``, run eagerly."""
-        self.depth += 1
-        outermost = self.depth == 1
-        try:
-            # Hooks do not compose: inside somebody else's (activation checkpointing, offload) theirs must see all.
-            if outermost and not _torch.saved_tensor_hooks_active():
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                    yield
-            else:
-                yield
-        finally:
-            self.depth -= 1
-            if outermost:
-                self.windows.clear()
-            elif unit.reshard_after_forward and unit.ran(module):
-                self.close(unit.buckets)
-
-    def _pack(self, saved: Tensor) -> Tensor | _SavedParam:
-        if not self.windows or saved.layout is not torch.strided or type(saved) not in (Tensor, nn.Parameter):
-            return saved
-        window = self._window_at(saved.untyped_storage().data_ptr())
-        if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather:
-            return saved
-        return _SavedParam(window, saved.size(), saved.stride(), saved.storage_offset())
-
-    def _window_at(self, address: int) -> Window | None:
-        return next((w for w in self.windows.values() if w.storage == address), None)
-
-
-def _unpack(saved: Tensor | _SavedParam) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    return saved.window.regather().as_strided(saved.size, saved.stride, saved.offset)
-
-
+    def restore(self) -> Tensor:
+        return self.window.regather().as_strided(self.size, self.stride, self.offset)

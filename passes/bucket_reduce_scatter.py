@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
-from fxshard.facts import ADD, REDUCE, Buckets, nodes_of
+from fxshard.facts import ADD, REDUCE, Buckets, index_of, nodes_of, source_of
 from fxshard.passes.rewrite import call, convert, mark
 from fxshard.plan import Plan
 
@@ -33,14 +33,17 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Refusal:
-    """A bucket whose reductions stay one per parameter, and why."""
+    """A bucket whose reductions stay one per parameter, and why. ``key`` is the bucket's in the graph."""
 
     bucket: str
+    key: str
     because: str
 
 
 def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
-    merged = [_merge(gm.graph, buckets, name) for name in dict.fromkeys(c.bucket for c in plan.reductions)]
+    names = dict.fromkeys(c.bucket for c in plan.reductions)
+    # The last one first: where buckets share their last gradient, each is put right after it.
+    merged = [_merge(gm.graph, buckets, name) for name in reversed(names)]
     refusals = [m for m in merged if isinstance(m, Refusal)]
     if refusals:
         gm.meta["fxshard_refusals"] = refusals
@@ -52,15 +55,17 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     shares = [n for n in nodes_of([graph], [REDUCE]) if n.args[1] == bucket.key]
     total = _sum_of(shares)
     if total is None:
-        return Refusal(name, "its gradient is used by something else than the sum of its parameters' shares")
+        because = "its gradient is used by something else than the sum of its parameters' shares"
+        return Refusal(name, bucket.key, because)
     place = {n: i for i, n in enumerate(graph.nodes)}
-    last = max((s.args[0] for s in shares), key=lambda n: place[n])
-    assert isinstance(last, fx.Node)
-    ordered = sorted(shares, key=lambda s: s.args[2])  # type: ignore[arg-type,return-value]
+    last = max(map(source_of, shares), key=lambda n: place[n])
+    if last.op == "placeholder":  # a gradient that backward is given as it is
+        last = graph.find_nodes(op="placeholder")[-1]
+    ordered = sorted(shares, key=index_of)
     with graph.inserting_after(last):
         anchor = graph.call_function(_aten.alias.default, (last,))  # a place to insert before; erased below
     with graph.inserting_before(anchor):
-        grads, ids = [s.args[0] for s in ordered], [s.args[2] for s in ordered]
+        grads, ids = [source_of(s) for s in ordered], [index_of(s) for s in ordered]
         packed = call(graph, torch.ops.fxshard.pack_grads.default, grads, bucket.key, ids)
         grad = _reduce(graph, bucket, packed, name)
     total.replace_all_uses_with(grad)
@@ -94,7 +99,7 @@ def _reduce(graph: fx.Graph, bucket: ParamBucket, packed: fx.Node, name: str) ->
     is_complex = bucket.dtypes.reduce.is_complex and (groups.reduce is not None or groups.replicate is not None)
     if is_complex:
         node = call(graph, _aten.view.default, call(graph, _aten.view_as_real.default, node), [-1])
-    stages = []
+    stages: list[tuple[object, tuple[object, ...]]] = []
     if groups.reduce is not None:
         stages.append((_c10d.reduce_scatter_tensor.default, ("sum", groups.shard_size, groups.reduce)))
     if groups.replicate is not None:

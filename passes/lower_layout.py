@@ -58,8 +58,10 @@ def _pack(graph: fx.Graph, node: fx.Node, bucket: ParamBucket) -> fx.Node:
     assert isinstance(grads, Sequence) and isinstance(ids, Sequence)
     by_id: dict[int, fx.Node] = {}
     for i, grad in zip(ids, grads, strict=True):
+        assert isinstance(i, int) and isinstance(grad, fx.Node)
         cast = convert(graph, grad, bucket.dtypes.reduce)
         by_id[i] = call(graph, _aten.add.Tensor, by_id[i], cast) if i in by_id else cast
+
     def zeros(numel: int) -> fx.Node:
         device = fake_of(node).device
         return call(graph, _aten.full.default, [numel], 0, dtype=bucket.dtypes.reduce, device=device, pin_memory=False)
@@ -83,4 +85,3 @@ def _flat(graph: fx.Graph, grad: fx.Node, dim: int, numel: int) -> fx.Node:
     if dim:
         grad = call(graph, _aten.permute.default, grad, [dim, *(d for d in range(fake_of(grad).ndim) if d != dim)])
     return call(graph, _aten.reshape.default, grad, [numel])
-

@@ -40,7 +40,7 @@ def rewrite(gm: fx.GraphModule, plan: Plan, buckets: Buckets, watch: Watch = lam
         step()
         try:
             gm.graph.lint()
-            verify(gm, plan)
+            verify(gm, plan, after=name)
         except (VerifyError, RuntimeError) as e:
             raise VerifyError(f"after {name}: {e}") from e
         watch(name, gm)

@@ -19,22 +19,23 @@ what a launch needs from the flat shard alone (the cast) goes with the launch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.passes.rewrite import MARK, move_after, move_before
-from fxshard.plan import Anchor, Collective, Plan
+from fxshard.plan import Anchor, Plan
 
 NAME = "schedule_overlap"
 _c10d = torch.ops._c10d_functional
-LAUNCHES = {
+LAUNCHES: dict[Any, str] = {
     _c10d.all_gather_into_tensor.default: "all_gather",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
     _c10d.all_reduce.default: "all_reduce",
 }
 WAIT = _c10d.wait_tensor.default
-
 
 Launches = dict[tuple[str, str], fx.Node]
 
@@ -47,7 +48,7 @@ def run(gm: fx.GraphModule, plan: Plan) -> PassResult:
     }
     _schedule_gathers(graph, plan, launches)
     for op in ("reduce_scatter", "all_reduce"):  # all-reduces are placed around the waits of reduce-scatters
-        _schedule_reductions(graph, [c for c in plan.reductions if c.op == op], launches)
+        _schedule_reductions(graph, plan, op, launches)
     return PassResult(gm, modified=before != [n.name for n in graph.nodes])
 
 
@@ -74,22 +75,26 @@ def _schedule_gathers(graph: fx.Graph, plan: Plan, launches: Launches) -> None:
         last[planned.launch] = launch
 
 
-def _schedule_reductions(graph: fx.Graph, planned: list[Collective], launches: Launches) -> None:
-    for collective in planned:
-        launch = launches.get((collective.op, collective.bucket))
-        if launch is None:
+def _schedule_reductions(graph: fx.Graph, plan: Plan, op: str, launches: Launches) -> None:
+    for planned in plan.reductions:
+        launch = launches.get((planned.op, planned.bucket))
+        if planned.op != op or launch is None:
             continue
-        done = _place(graph, collective.wait, launches)
+        tail = _tail(launch)
         order = {n: i for i, n in enumerate(graph.nodes)}
+        done = min([_place(graph, plan, planned.wait, launches), *tail[-1].users], key=lambda n: order[n])
         if order[done] > order[launch]:
-            move_before(done, _tail(launch))
+            move_before(done, tail)
 
 
-def _place(graph: fx.Graph, anchor: Anchor, launches: Launches) -> fx.Node:
-    """The node before which the anchor is."""
+def _place(graph: fx.Graph, plan: Plan, anchor: Anchor, launches: Launches) -> fx.Node:
+    """The node before which the anchor is. Where its bucket's reductions were left alone, the next bucket's count."""
     if anchor.at == "end":
         return next(n for n in reversed(graph.nodes) if n.op == "output")
-    first = launches.get(("reduce_scatter", anchor.bucket)) or launches["all_reduce", anchor.bucket]
+    first = launches.get(("reduce_scatter", anchor.bucket)) or launches.get(("all_reduce", anchor.bucket))
+    if first is None:
+        following = next(c.wait for c in plan.reductions if c.bucket == anchor.bucket)
+        return _place(graph, plan, following, launches)
     return wait_of(first) if anchor.at == "before wait" else first
 
 
@@ -104,9 +109,9 @@ def _only_inputs(launch: fx.Node) -> list[fx.Node]:
 
 
 def _tail(launch: fx.Node) -> list[fx.Node]:
-    """The wait of ``launch`` and what is made of it alone: up to the launch of the next stage, or what is returned."""
+    """The wait of ``launch`` and what is made of it alone, the next stage included, up to what is returned."""
     chain = [wait_of(launch)]
-    while len(chain[-1].users) == 1 and chain[-1].target not in LAUNCHES:
+    while len(chain[-1].users) == 1:
         user = next(iter(chain[-1].users))
         if user.op != "call_function" or sum(isinstance(a, fx.Node) for a in user.args) != 1:
             break

@@ -225,6 +225,7 @@ REFUSED = {
     "foreach max": lambda x: torch._foreach_max([x]),
     "one tensor for a list": lambda x: torch._foreach_mul([torch.ones(2)], x),
     "equal to plain": lambda x: torch.equal(x, torch.ones(7, 3)),
+    "equal to one element": lambda x: torch.equal(x, torch.ones(1)),
     "plain equal": lambda x: torch.equal(torch.ones(7, 3), x),
     "uninitialised": lambda x: x.new_empty((3, 7)),
     "channels last": lambda x: x.clone(memory_format=torch.channels_last),

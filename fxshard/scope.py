@@ -1,0 +1,278 @@
+"""Scope: the forwards and backwards of one tree of units, as eager code runs them.
+
+``depth`` decides what reading a parameter means: sharded at 0, full above. Compiled code guards on it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fxshard import _torch, comm
+from fxshard.agreement import Agreement, Kind, Phase, Ticket
+from fxshard.bucket import ParamBucket
+from fxshard.unshard import SavedParam, Window
+
+if TYPE_CHECKING:
+    from fxshard.unit import Unit
+
+_BACKWARD = "backward"
+
+
+class Scope:
+    """What the units of one tree share. ``units`` are listed outermost first, in the same order on every rank."""
+
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
+        self.depth = 0
+        self.units = list(units)
+        self.windows: dict[ParamBucket, Window] = {}
+        self.held: dict[ParamBucket, Window] = {}  # by ``unshard()``, until ``reshard()``
+        self._regathered: list[Window] = []
+        self._running: list[nn.Module] = []  # whose forward is on its way, outermost first
+        self._backward = _torch.NO_BACKWARD  # the backward whose end is awaited
+        self._agreements: list[Agreement] | None = None
+        self._phases: dict[bool, dict[Agreement, Phase]] = {False: {}, True: {}}  # of the forward, of the backward
+        self._learned: dict[tuple[Any, Any], dict[Agreement, list[Ticket]]] = {}
+        self._piece = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
+        twin = Scope()
+        memo[id(self)] = twin
+        twin.units = copy.deepcopy(self.units, memo)
+        return twin
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def reads_full(self, bucket: ParamBucket) -> bool:
+        """Whether reading a parameter in eager code now gives the full one."""
+        return self.depth > 0 or bucket in self.held or _torch.current_backward() != _torch.NO_BACKWARD
+
+    @_torch.outside_dynamo
+    def read(self, bucket: ParamBucket, index: int) -> Tensor:
+        """The full parameter ``index`` of the bucket; collective unless its window is open."""
+        window = self.windows.get(bucket)
+        if window is None or not window.serves:
+            window = self._held(bucket) or self._open(bucket)
+            self.windows[bucket] = window
+        return window.params[index]
+
+    def _held(self, bucket: ParamBucket) -> Window | None:
+        window = self.held.get(bucket)
+        if window is not None and (not window.serves or window.version != bucket.flat._version):
+            window = self.held[bucket] = self._open(bucket)
+        return window
+
+    def _open(self, bucket: ParamBucket) -> Window:
+        self.await_backward()
+        if bucket.groups.gather is not None:
+            self._want(Kind.GATHER if self._forward_runs() else Kind.REGATHER, bucket)
+        window = Window(bucket)
+        window.open()
+        return window
+
+    @_torch.outside_dynamo
+    def hold(self, buckets: Iterable[ParamBucket]) -> None:
+        """Gather buckets and keep them, also outside forwards; collective."""
+        for bucket in buckets:
+            self.held[bucket] = self._open(bucket)
+
+    def release(self, buckets: Iterable[ParamBucket]) -> None:
+        for bucket in buckets:
+            self.held.pop(bucket, None)
+            if self.depth == 0:
+                self.windows.pop(bucket, None)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def entered(self, module: nn.Module) -> Iterator[None]:
+        """One forward of ``module``, run eagerly."""
+        if module in self._running:  # a forward that was replaced and calls the original one
+            yield
+            return
+        outermost = self.depth == 0
+        in_backward = _torch.current_backward() != _torch.NO_BACKWARD
+        if outermost and not in_backward:
+            self._piece = 0
+            self._begin((id(module), torch.is_grad_enabled()), module)
+        self.depth += 1
+        self._running.append(module)
+        try:
+            # Hooks do not compose: inside somebody else's (activation checkpointing, offload) theirs must see all.
+            if outermost and not _torch.saved_tensor_hooks_active():
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                    yield
+            else:
+                yield
+            self._leave(module, outermost)
+            if outermost and not in_backward:
+                self._end_forward((id(module), torch.is_grad_enabled()))
+        finally:
+            self._running.pop()
+            self.depth -= 1
+            if outermost:
+                self.windows.clear()
+                if not in_backward:
+                    self._phases[False].clear()
+
+    def _leave(self, module: nn.Module, outermost: bool) -> None:
+        """Close the windows that end with a module's forward."""
+        unit: Unit | None = getattr(module, "_fxshard_unit", None)
+        ended = unit is not None and unit.ran(module) and unit.reshard_after_forward
+        for bucket in list(self.windows) if outermost else unit.buckets if ended and unit is not None else ():
+            window = self.windows.pop(bucket, None)
+            if window is not None:
+                window.check_unwritten()
+
+    def _pack(self, saved: Tensor) -> Tensor | SavedParam:
+        if not self.windows or saved.layout is not torch.strided or type(saved) not in (Tensor, nn.Parameter):
+            return saved
+        address = saved.untyped_storage().data_ptr()
+        window = next((w for w in self.windows.values() if w.storage == address), None)
+        if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather:
+            return saved
+        return SavedParam(window, saved.size(), saved.stride(), saved.storage_offset())
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    @_torch.outside_dynamo
+    def await_backward(self) -> None:
+        """See to it that ``_end_backward`` runs when the backward that is running now, if any, ends."""
+        running = _torch.current_backward()
+        if running == self._backward:
+            return
+        # A backward in a backward (reentrant checkpointing) cuts the outer one into pieces, each agreed on by itself.
+        self._end_piece()
+        self._backward = running
+        self._begin((_BACKWARD, self._piece), None)
+        self._piece += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    @_torch.outside_dynamo
+    def prepare_regather(self, window: Window) -> None:
+        self.await_backward()
+        self._want(Kind.REGATHER, window.bucket)
+        self._regathered.append(window)
+
+    @_torch.outside_dynamo
+    def reduce(self, bucket: ParamBucket, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient of the flat shard from gradients of full parameters; None while gradients are not synchronised."""
+        self.await_backward()
+        if not bucket.unit.reduces:
+            bucket.unreduced.keep(grads)
+            return None
+        self._want(Kind.REDUCE, bucket)
+        return bucket.unreduced.reduce(grads)
+
+    @_torch.outside_dynamo
+    def _end_backward(self) -> None:
+        self._end_piece()
+        self._backward = _torch.NO_BACKWARD
+        for window in self._regathered:
+            window.regathered = None
+        self._regathered.clear()
+        if self.depth == 0:
+            self.windows.clear()
+
+    @torch.no_grad()
+    def _end_piece(self) -> None:
+        """Reduce what waited for it, let every rank catch up, and hand out gradients that other ranks had."""
+        phases = self._phases[True]
+        if self._backward == _torch.NO_BACKWARD:
+            return
+        for bucket in self._buckets():
+            if bucket.unit.reduces and bucket.unreduced.left_over:
+                self._want(Kind.REDUCE, bucket)
+                bucket.hand_out(bucket.unreduced.reduce(()))
+        graded: dict[ParamBucket, set[int]] = {}
+        for agreement, phase in phases.items():
+            if not agreement.eager:
+                phase.expected = []  # all collectives were in compiled graphs
+            if agreement.eager or any(b.late for b in agreement.buckets):
+                self._learned.setdefault((_BACKWARD, self._piece - 1), {})[agreement] = agreement.finish(phase)
+                graded |= agreement.take_graded()
+            else:
+                agreement.post(phase)
+        phases.clear()
+        for bucket, ids in graded.items():
+            bucket.hand_out_late(ids)
+
+    # -- agreement with other ranks -----------------------------------------------------------------------------------
+
+    def note_graded(self, bucket: ParamBucket, ids: Sequence[int]) -> None:
+        """Parameters ``ids`` of the bucket were given a gradient by the running backward of this rank."""
+        agreement = self._agreement(bucket)
+        if agreement is not None:
+            agreement.note_graded(bucket, ids)
+
+    def _forward_runs(self) -> bool:
+        return bool(self._phases[False]) and _torch.current_backward() == _torch.NO_BACKWARD
+
+    @_torch.outside_dynamo
+    def _begin(self, key: tuple[Any, Any], module: nn.Module | None) -> None:
+        phases = self._phases[key[0] == _BACKWARD]
+        for agreement in self._all_agreements():
+            learned = self._learned.get(key, {}).get(agreement)
+            if learned is None:
+                learned = _first_guess(agreement, module) if module is not None or key[1] == 0 else []
+            phases[agreement] = Phase(learned)
+
+    @_torch.outside_dynamo
+    def _end_forward(self, key: tuple[Any, Any]) -> None:
+        for agreement, phase in self._phases[False].items():
+            self._learned.setdefault(key, {})[agreement] = agreement.finish(phase)
+
+    def _want(self, kind: Kind, bucket: ParamBucket) -> None:
+        agreement = self._agreement(bucket)
+        if agreement is not None:
+            phase = self._phases[kind != Kind.GATHER].get(agreement)
+            if phase is not None:  # else outside of any forward or backward: all ranks come here
+                agreement.want(phase, kind, bucket)
+
+    def _join(self, kind: Kind, bucket: ParamBucket) -> None:
+        """Take part in a collective of other ranks."""
+        with torch.no_grad():
+            if kind == Kind.REDUCE:
+                bucket.hand_out(bucket.unreduced.reduce(()))
+            else:
+                bucket.refresh()
+                comm.all_gather(bucket.flat.detach().to(bucket.dtypes.gather), bucket.groups)
+
+    def _buckets(self) -> list[ParamBucket]:
+        return [b for u in self.units for b in u.buckets]
+
+    def _all_agreements(self) -> list[Agreement]:
+        if self._agreements is None:
+            by_mesh: dict[Any, list[ParamBucket]] = {}
+            for bucket in self._buckets():
+                if bucket.groups.shard_size * bucket.groups.replicate_size > 1:
+                    by_mesh.setdefault(bucket.slots[0].cut.mesh, []).append(bucket)
+            self._agreements = [Agreement(buckets, mesh, self._join) for mesh, buckets in by_mesh.items()]
+        return self._agreements
+
+    def _agreement(self, bucket: ParamBucket) -> Agreement | None:
+        return next((a for a in self._all_agreements() if bucket in a.number), None)
+
+
+def _first_guess(agreement: Agreement, module: nn.Module | None) -> list[Ticket]:
+    """The collectives of a forward of ``module``, or of a backward, if all units run once in order of registration."""
+    numbered = list(enumerate(agreement.buckets))
+    if module is not None:
+        inside = {b for m in module.modules() if (u := getattr(m, "_fxshard_unit", None)) is not None for b in u.buckets}
+        return [Ticket(Kind.GATHER, i) for i, b in numbered if b in inside and b.groups.gather is not None]
+    expected = []
+    for i, b in reversed(numbered):
+        if b.unit.reshard_after_forward and b.groups.gather is not None:
+            expected.append(Ticket(Kind.REGATHER, i))
+        if b.requires_grad and b.unit.reduces:
+            expected.append(Ticket(Kind.REDUCE, i))
+    return expected
+
+
+def _unpack(saved: Tensor | SavedParam) -> Tensor:
+    return saved.restore() if isinstance(saved, SavedParam) else saved
