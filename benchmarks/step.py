@@ -192,10 +192,8 @@ def alone(settings: Settings) -> dict[str, Any]:
         mine: dict[str, float] = {"before_mib": _peak_mib()}
         peer.step()
         mine["first_step_s"] = sum(peer.seconds[0])
-        _reset_peak()
         for _ in range(settings.steps):
             peer.step()
-        mine["steps_mib"] = _high_water_mib()
         mine["peak_mib"] = _peak_mib()
         return all_reduce("alone", lambda: mine, lambda ranks: {key: max(r[key] for r in ranks) for key in mine})
 
@@ -206,27 +204,13 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-def _reset_peak() -> None:
-    """Linux: let the high-water mark start again from what is resident now."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _high_water_mib() -> float:
-    """Linux: the most memory resident since ``_reset_peak``; NaN elsewhere."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return float("nan")
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 # ---- the whole measurement -----------------------------------------------------------------------------------------
 
 
 def main() -> int:
     """Measure, print the table, and say whether the peers trained the same model: 0, or 1 if they did not."""
     arguments = _arguments()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the ranks' profilers would write to stderr
     settings = Settings(
         size=Size(arguments.layers, arguments.width, arguments.hidden, arguments.heads, arguments.vocabulary),
         peers=tuple(arguments.peers),
@@ -302,7 +286,7 @@ def _table(measured: dict[str, dict[str, Any]]) -> str:
         "collectives": lambda peer: str(sum(peer["collectives"].values())),
         "first step s": lambda peer: _number(peer, "first_step_s"),
         "peak MiB": lambda peer: _number(peer, "peak_mib"),
-        "of steps MiB": lambda peer: _number(peer, "steps_mib"),
+        "before MiB": lambda peer: _number(peer, "before_mib"),
     }
     rows = [["", *columns], *([name, *(cell(peer) for cell in columns.values())] for name, peer in measured.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

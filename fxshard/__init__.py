@@ -16,6 +16,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard.layout import GlobalLayout
 from fxshard.layout_tensor import LayoutTensor
+from fxshard.sharded_class import register_forward_method
 from fxshard.sharding import fully_shard, shard
 
-__all__ = ["GlobalLayout", "LayoutTensor", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard", "shard"]
+__all__ = [
+    "GlobalLayout",
+    "LayoutTensor",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "fully_shard",
+    "register_forward_method",
+    "shard",
+]

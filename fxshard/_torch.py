@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -173,3 +174,11 @@ def outside_dynamo(function: _F) -> _F:
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.SKIP))
     return function
 
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Within it no functorch transform (vmap, grad) is in force; cheap where none was. Checked: 2.13."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()

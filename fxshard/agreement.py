@@ -9,6 +9,8 @@ all ranks did last time.
   with its shard, or with zero gradients, and dropping what comes back.
 * For what is not on the list it joins the rest of the list and then asks: a *round* is one small all-reduce in which
   every rank says what it wants next, the lowest number wins, and all take part in that.
+* A compiled graph inside eager code announces its collectives before it runs, in one piece, since it cannot stop in
+  between. Where they are not next on the list, the round says whose they are, and that rank sends them.
 * At the end of a forward or backward each rank joins the rest of the list and takes part in rounds until nobody wants
   more. What somebody wanted becomes the list of the next time.
 
@@ -73,7 +75,7 @@ class Agreement:
         self.buckets = list(buckets)
         self.number = {b: i for i, b in enumerate(self.buckets)}
         self.mesh = mesh
-        self.eager = False  # whether this rank ever wanted a collective: else all of them are in compiled graphs
+        self.eager = False  # whether a forward ever ran eagerly: else all collectives are in whole compiled graphs
         self._join = join
         self._first_param: list[int] = [0]
         for b in self.buckets:
@@ -87,21 +89,26 @@ class Agreement:
 
     # -- during a forward or backward ---------------------------------------------------------------------------------
 
-    def want(self, phase: Phase, kind: Kind, bucket: ParamBucket) -> None:
-        """Return when it is this rank's turn to take part in the collective that it wants. Collective, like all here."""
-        ticket = Ticket(kind, self.number[bucket])
-        self.eager = True
-        phase.wanted.add(ticket)
-        try:
-            stop = phase.expected.index(ticket, phase.at)
-        except ValueError:
-            self._join_until(phase, len(phase.expected))
-            while (chosen := self._round(phase, self._code(ticket))[0]) != self._code(ticket):
-                self._take_part(phase, self._ticket(chosen))
+    def want(self, phase: Phase, wanted: Sequence[tuple[Kind, ParamBucket]]) -> None:
+        """Return when it is this rank's turn to take part in collectives that it wants, one after another.
+
+        Collective, like all here.
+        """
+        tickets = [Ticket(kind, self.number[bucket]) for kind, bucket in wanted]
+        phase.wanted.update(tickets)
+        stop = _place_of(tickets, phase.expected, phase.at)
+        self._join_until(phase, len(phase.expected) if stop is None else stop)
+        if stop is None:
+            code = self._code(tickets[0]) if len(tickets) == 1 else -1 - self._rank
+            while True:
+                chosen, _ = self._round(phase, code)
+                chosen_tickets = self._tickets(chosen, tickets if chosen == code else None)
+                if chosen_tickets == tickets:
+                    break
+                self._take_part(phase, chosen_tickets)
         else:
-            self._join_until(phase, stop)
-            phase.at = stop + 1
-        phase.done.append(ticket)
+            phase.at = stop + len(tickets)
+        phase.done += tickets
 
     def note_graded(self, bucket: ParamBucket, ids: Sequence[int]) -> None:
         """Parameters ``ids`` of the bucket got a gradient in the running backward."""
@@ -113,9 +120,11 @@ class Agreement:
     def finish(self, phase: Phase) -> list[Ticket]:
         """Take part until no rank wants more. Returns the list to expect next time. Ends with ``graded`` known."""
         self._join_until(phase, len(phase.expected))
-        while (outcome := self._round(phase, self._end))[0] != self._end:
-            self._take_part(phase, self._ticket(outcome[0]))
-        said = outcome[1]
+        while True:
+            chosen, said = self._round(phase, self._end)
+            if chosen == self._end:
+                break
+            self._take_part(phase, self._tickets(chosen, None))
         wanted = {self._ticket(code) for code in said[1 : 1 + self._end].nonzero().flatten().tolist()}
         self._graded = set(said[1 + self._end :].nonzero().flatten().tolist())
         return [t for t in phase.done if t in wanted]
@@ -146,14 +155,27 @@ class Agreement:
         kind, bucket = divmod(code, len(self.buckets))
         return Ticket(Kind(kind), bucket)
 
-    def _join_until(self, phase: Phase, stop: int) -> None:
-        while phase.at < stop:
-            phase.at += 1
-            self._take_part(phase, phase.expected[phase.at - 1])
+    def _tickets(self, code: int, own: Sequence[Ticket] | None) -> Sequence[Ticket]:
+        """What a number that was chosen stands for; ``own`` if it is this rank's. Collective for a list of several."""
+        if code >= 0:
+            return [self._ticket(code)]
+        sent: list[Any] = [own]
+        dist.broadcast_object_list(sent, group=control_group(self.mesh), group_src=-1 - code)
+        return sent[0]
 
-    def _take_part(self, phase: Phase, ticket: Ticket) -> None:
-        phase.done.append(ticket)
-        self._join(ticket.kind, self.buckets[ticket.bucket])
+    @property
+    def _rank(self) -> int:
+        return dist.get_group_rank(control_group(self.mesh), dist.get_rank())
+
+    def _join_until(self, phase: Phase, stop: int) -> None:
+        if phase.at < stop:
+            self._take_part(phase, phase.expected[phase.at : stop])
+            phase.at = stop
+
+    def _take_part(self, phase: Phase, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            phase.done.append(ticket)
+            self._join(ticket.kind, self.buckets[ticket.bucket])
 
     def _message(self, phase: Phase, code: int) -> Tensor:
         """[what this rank wants, -1 for each collective it wanted, -1 for each parameter with a gradient]."""
@@ -183,6 +205,12 @@ class Agreement:
                 f"{self.buckets[ticket.bucket].name!r} in eager code, while this rank runs compiled graphs only; let "
                 "every rank compile, or none"
             )
+
+
+def _place_of(tickets: Sequence[Ticket], expected: Sequence[Ticket], at: int) -> int | None:
+    """Where ``tickets`` stand in ``expected``, one after another, at or after place ``at``."""
+    n = len(tickets)
+    return next((i for i in range(at, len(expected) - n + 1) if list(expected[i : i + n]) == list(tickets)), None)
 
 
 def control_group(mesh: DeviceMesh) -> Any:

@@ -174,18 +174,19 @@ class ParamBucket:
     def _give(self, segment: Tensor, ids: set[int]) -> None:
         present: list[Tensor] = []
         new: list[Tensor] = []
-        params: list[Tensor] = []
+        params: list[nn.Parameter] = []
         for i in sorted(ids):
             param = self.slots[i].param
-            grad = self.local_view(segment, i)
+            grad: Tensor = self.local_view(segment, i)
             for hook in (param._backward_hooks or {}).values():
                 replaced = hook(grad)
                 grad = grad if replaced is None else replaced
             params.append(param)
-            if param.grad is None:
+            before: Tensor | None = param.grad
+            if before is None:
                 param.grad = grad
             else:
-                present.append(param.grad)
+                present.append(before)
                 new.append(grad)
         if present:
             torch._foreach_add_(present, new)
@@ -263,8 +264,10 @@ class ParamBucket:
         self.follow_requires_grad()
 
     def follow_storage(self) -> None:
-        """After ``Module._apply`` (``to``, ``to_empty``, ``half``): if every parameter is now of another device or dtype,
-        make the flat shard so too, with their values, and let them be its views again."""
+        """After ``Module._apply`` (``to``, ``to_empty``, ``half``): let the flat shard follow its parameters.
+
+        If all of them are now of another device or dtype, it becomes so too, with their values, and they its views.
+        """
         locals_ = [s.param._local_tensor for s in self.slots]  # type: ignore[attr-defined]
         device, dtype = locals_[0].device, locals_[0].dtype
         for slot in self.slots:

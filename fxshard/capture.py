@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from fxshard import _inductor, _torch
 from fxshard.codegen import Compiled, generate
 from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph
+from fxshard.graph_calls import before_graph
 from fxshard.inspect.dump import Dump
 from fxshard.inspect.schedule import Step, steps_of
 from fxshard.options import Options
@@ -66,28 +67,34 @@ class Capture:
         # What the running code must do around the graph, known before the passes replace these nodes.
         read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER])})
         reduced = sorted({(key_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
+        launches: list[tuple[bool, str]] = []
         if self.options.fuse:
             buckets = Buckets.of([gm.graph])
             plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch)
             self.plans[kind] = plan
             rewrite(gm, plan, buckets, lambda stage, g: self.dump.stage(kind, stage, g))
             self.steps[kind] = steps_of(gm.graph, plan)
+            launches = _launches(self.steps[kind], buckets)
             self.dump.schedule(plan, self.steps[kind])
         if kind != "backward":
             _inductor.keep_output_strides(gm, outputs, _inductor.forward_output_start() if kind == "forward" else 0)
         static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))
         compiled = generate(gm, inputs, kind, self.options, static)
         self.dump.code(kind, _inductor.emitted_code(compiled))
-        return _guarded(compiled, read, reduced)
+        return _guarded(compiled, read, reduced, launches)
 
 
-def _guarded(compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, int]]) -> Compiled:
-    """Before each call: values that were stored elsewhere are taken over, and who gets a gradient is noted."""
+def _guarded(
+    compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, int]], launches: Sequence[tuple[bool, str]]
+) -> Compiled:
+    """Before each call: ranks that may differ hear of its collectives, values that were stored elsewhere are taken over,
+    and who gets a gradient is noted."""
     ids: dict[str, list[int]] = {}
     for key, index in reduced:
         ids.setdefault(key, []).append(index)
 
     def run(args: list[Any]) -> Any:
+        before_graph(launches)
         for key in read:
             lookup(key).refresh()
         for key, indices in ids.items():
@@ -96,6 +103,12 @@ def _guarded(compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[st
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _launches(steps: Sequence[Step], buckets: Buckets) -> list[tuple[bool, str]]:
+    """All-gathers (False) and reductions (True) in launch order, each with its bucket's key; a reduction once."""
+    launched = [(step.op != "all_gather", buckets.by_name[step.bucket].key) for step in steps if step.what == "launch"]
+    return list(dict.fromkeys(launched))
 
 
 def _output_count(gm: fx.GraphModule) -> int:

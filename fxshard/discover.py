@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fxshard.bucket import ParamBucket
 from fxshard.layout_tensor import LayoutTensor
 from fxshard.own_references import references_in
+from fxshard.replaced import ReplacedParameter
 from fxshard.sharded_class import swap_class
 from fxshard.unit import ParamRead, Unit, units_of
 
@@ -44,10 +45,8 @@ def check_modules(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, .
                 f"fully_shard does not take a {type(m).__name__}: it has no forward that says when its parameters are "
                 "used; shard its members"
             )
-        if getattr(m, "_fxshard_unit", None) is not None:
-            raise ValueError(
-                f"module {type(m).__name__} is sharded already (unit {m._fxshard_unit.name!r}); fully_shard it once"
-            )
+        for unit in units_of(m, recurse=False):
+            raise ValueError(f"module {type(m).__name__} is sharded already (unit {unit.name!r}); fully_shard it once")
     return modules
 
 
@@ -115,7 +114,7 @@ def point_references(modules: Sequence[nn.Module], unit: Unit) -> None:
 def device_type_of(params: Iterable[nn.Parameter]) -> str:
     """Where the parameters are now; from the CPU or meta they go to CUDA when there is one."""
     for p in params:
-        if p.device.type not in ("cpu", "meta"):
+        if not isinstance(p, ReplacedParameter) and p.device.type not in ("cpu", "meta"):
             return p.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -148,7 +147,7 @@ def find_units(model: nn.Module) -> list[nn.Module | list[nn.Module]]:
 
 def _block_containers(module: nn.Module) -> list[nn.Module]:
     """Outermost lists or sequences whose members repeat: two or more of one class, every one with parameters."""
-    out = []
+    out: list[nn.Module] = []
     for child in module.children():
         blocks = list(child.children())
         repeats = len(blocks) > 1 and len({type(b) for b in blocks}) == 1

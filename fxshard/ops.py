@@ -79,6 +79,8 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) ->
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()  # of nn.Embedding(sparse=True); a reduce-scatter sends dense buffers
     return torch.ops.fxshard.reduce_grad(grad, *ctx.where), None, None
 
 

@@ -70,7 +70,7 @@ class Scope:
     def _open(self, bucket: ParamBucket) -> Window:
         self.await_backward()
         if bucket.groups.gather is not None:
-            self._want(Kind.GATHER if self._forward_runs() else Kind.REGATHER, bucket)
+            self._want([(self._gather_kind(), bucket)])
         window = Window(bucket)
         window.open()
         return window
@@ -136,7 +136,7 @@ class Scope:
         window = next((w for w in self.windows.values() if w.storage == address), None)
         if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather:
             return saved
-        return SavedParam(window, saved.size(), saved.stride(), saved.storage_offset())
+        return SavedParam(window, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -156,17 +156,17 @@ class Scope:
     @_torch.outside_dynamo
     def prepare_regather(self, window: Window) -> None:
         self.await_backward()
-        self._want(Kind.REGATHER, window.bucket)
+        self._want([(Kind.REGATHER, window.bucket)])
         self._regathered.append(window)
 
     @_torch.outside_dynamo
     def reduce(self, bucket: ParamBucket, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of the flat shard from gradients of full parameters; None while gradients are not synchronised."""
+        """The gradient of the flat shard from those of full parameters; None while gradients are not synchronised."""
         self.await_backward()
         if not bucket.unit.reduces:
             bucket.unreduced.keep(grads)
             return None
-        self._want(Kind.REDUCE, bucket)
+        self._want([(Kind.REDUCE, bucket)])
         return bucket.unreduced.reduce(grads)
 
     @_torch.outside_dynamo
@@ -187,7 +187,7 @@ class Scope:
             return
         for bucket in self._buckets():
             if bucket.unit.reduces and bucket.unreduced.left_over:
-                self._want(Kind.REDUCE, bucket)
+                self._want([(Kind.REDUCE, bucket)])
                 bucket.hand_out(bucket.unreduced.reduce(()))
         graded: dict[ParamBucket, set[int]] = {}
         for agreement, phase in phases.items():
@@ -210,8 +210,21 @@ class Scope:
         if agreement is not None:
             agreement.note_graded(bucket, ids)
 
-    def _forward_runs(self) -> bool:
-        return bool(self._phases[False]) and _torch.current_backward() == _torch.NO_BACKWARD
+    @_torch.outside_dynamo
+    def before_graph(self, launches: Sequence[tuple[bool, ParamBucket]]) -> None:
+        """A compiled graph is about to run. ``launches``: its collectives in order, (reduces, bucket) each.
+
+        Nothing happens where all of a forward is compiled; inside eager code ranks may run different graphs.
+        """
+        self.await_backward()
+        gather = self._gather_kind()
+        wanted = [(Kind.REDUCE if reduces else gather, b) for reduces, b in launches if reduces or b.groups.gather]
+        if wanted and any(a.eager for a in self._all_agreements()):
+            self._want(wanted)
+
+    def _gather_kind(self) -> Kind:
+        forward = self._phases[False] and _torch.current_backward() == _torch.NO_BACKWARD
+        return Kind.GATHER if forward else Kind.REGATHER
 
     @_torch.outside_dynamo
     def _begin(self, key: tuple[Any, Any], module: nn.Module | None) -> None:
@@ -221,18 +234,19 @@ class Scope:
             if learned is None:
                 learned = _first_guess(agreement, module) if module is not None or key[1] == 0 else []
             phases[agreement] = Phase(learned)
+            agreement.eager |= module is not None
 
     @_torch.outside_dynamo
     def _end_forward(self, key: tuple[Any, Any]) -> None:
         for agreement, phase in self._phases[False].items():
             self._learned.setdefault(key, {})[agreement] = agreement.finish(phase)
 
-    def _want(self, kind: Kind, bucket: ParamBucket) -> None:
-        agreement = self._agreement(bucket)
-        if agreement is not None:
-            phase = self._phases[kind != Kind.GATHER].get(agreement)
-            if phase is not None:  # else outside of any forward or backward: all ranks come here
-                agreement.want(phase, kind, bucket)
+    def _want(self, wanted: Sequence[tuple[Kind, ParamBucket]]) -> None:
+        phases = self._phases[wanted[0][0] != Kind.GATHER]
+        for agreement, phase in list(phases.items()):  # none outside of any forward or backward: all ranks come here
+            mine = [(kind, bucket) for kind, bucket in wanted if bucket in agreement.number]
+            if mine:
+                agreement.want(phase, mine)
 
     def _join(self, kind: Kind, bucket: ParamBucket) -> None:
         """Take part in a collective of other ranks."""
@@ -263,7 +277,8 @@ def _first_guess(agreement: Agreement, module: nn.Module | None) -> list[Ticket]
     """The collectives of a forward of ``module``, or of a backward, if all units run once in order of registration."""
     numbered = list(enumerate(agreement.buckets))
     if module is not None:
-        inside = {b for m in module.modules() if (u := getattr(m, "_fxshard_unit", None)) is not None for b in u.buckets}
+        units = [u for m in module.modules() if (u := getattr(m, "_fxshard_unit", None)) is not None]
+        inside = {b for u in units for b in u.buckets}
         return [Ticket(Kind.GATHER, i) for i, b in numbered if b in inside and b.groups.gather is not None]
     expected = []
     for i, b in reversed(numbered):

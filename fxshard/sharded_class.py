@@ -88,22 +88,19 @@ def _class_for(module: Any, base: type, runs_unit: bool) -> type:
         return found
     members: dict[str, Any] = {name: _reader(name) for name in reads}
     members |= members_for(base, references, read)
-    original, replaced = _run_original, _run_replaced
+    original, replaced = _run_original.__code__, _run_replaced.__code__
     if runs_unit:
-        original, replaced = _own_code(original), _own_code(replaced)
-    members["_fxshard_run_original"], members["_fxshard_run_replaced"] = original, replaced
-    described = functools.update_wrapper(types.FunctionType(original.__code__, original.__globals__), base.forward)
-    members["forward"] = _Forward(described)
+        original, replaced = original.replace(), replaced.replace()
+    for name, code in (("_fxshard_run_original", original), ("_fxshard_run_replaced", replaced)):
+        members[name] = types.FunctionType(code, globals(), "forward")
+        members[name].__wrapped__ = base.forward  # type: ignore[attr-defined]  # whose signature users see
+    members["forward"] = _Forward(members["_fxshard_run_original"])
     members["_fxshard_base"], members["_fxshard_runs_unit"] = base, runs_unit
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     made = type(base.__name__, (ShardedModule, base), members)
     if not runs_unit:
         _classes[key] = made
     return made
-
-
-def _own_code(function: Callable[..., Any]) -> Any:
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

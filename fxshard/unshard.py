@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard import comm
+from fxshard import _torch, comm
 from fxshard.bucket import ParamBucket
 
 
@@ -24,14 +24,18 @@ class _Unshard(torch.autograd.Function):
     """flat shard -> every full parameter of the bucket; backward: full gradients -> gradient of the flat shard."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, window: Window) -> tuple[Tensor, ...]:
-        ctx.window, bucket = window, window.bucket
-        ctx.set_materialize_grads(False)
+    def forward(flat: Tensor, window: Window) -> tuple[Tensor, ...]:
+        bucket = window.bucket
         gathered = comm.all_gather(flat.detach().to(bucket.dtypes.gather), bucket.groups)
         window.remember(gathered)
-        params = bucket.full_params(gathered)
-        ctx.mark_non_differentiable(*(p for p, s in zip(params, bucket.slots, strict=True) if not s.param.requires_grad))
-        return tuple(params)
+        return tuple(bucket.full_params(gathered))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: tuple[Tensor, ...]) -> None:
+        ctx.window = inputs[1]
+        ctx.set_materialize_grads(False)
+        slots = ctx.window.bucket.slots
+        ctx.mark_non_differentiable(*(p for p, s in zip(output, slots, strict=True) if not s.param.requires_grad))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -56,7 +60,8 @@ class Window:
         """Gather the bucket; collective over its shard group."""
         self.bucket.refresh()
         self.differentiable = torch.is_grad_enabled() and self.bucket.requires_grad
-        self.params = _Unshard.apply(self.bucket.flat, self)
+        with _torch.outside_transforms():
+            self.params = _Unshard.apply(self.bucket.flat, self)
         self.gathered_version = self.params[0]._version
 
     def remember(self, gathered: Tensor) -> None:

@@ -9,12 +9,13 @@ after:   p = pack_grads([g0, g1], b, [0, 1])                    full gradients a
 The merged nodes stand after the last gradient. Gradients of one parameter that is used several times are summed in the
 reduce dtype before they are packed. Sum then division, in the reduce dtype, is the one convention of fxshard.
 
-Leaves alone: a flat gradient that is more than a sum of the bucket's reductions (``Refusal`` says what else it is).
+Leaves alone: a bucket whose shares are used otherwise than in one sum of them all (a ``Refusal`` says so).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
-from fxshard.facts import ADD, REDUCE, Buckets, index_of, nodes_of, source_of
+from fxshard.facts import ADD, REDUCE, Buckets, index_of, source_of
 from fxshard.passes.rewrite import call, convert, mark
 from fxshard.plan import Plan
 
@@ -52,11 +53,12 @@ def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
 
 def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     bucket = buckets.by_name[name]
-    shares = [n for n in nodes_of([graph], [REDUCE]) if n.args[1] == bucket.key]
-    total = _sum_of(shares)
-    if total is None:
-        because = "its gradient is used by something else than the sum of its parameters' shares"
+    sums = _sums(graph, bucket.key)
+    tops = [n for n in sums if any(user not in sums for user in n.users)]
+    if len(tops) != 1:
+        because = "its parameters' shares are used by something else than one sum of them all"
         return Refusal(name, bucket.key, because)
+    shares = _added_up(tops[0], sums)
     place = {n: i for i, n in enumerate(graph.nodes)}
     last = max(map(source_of, shares), key=lambda n: place[n])
     if last.op == "placeholder":  # a gradient that backward is given as it is
@@ -68,30 +70,32 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
         grads, ids = [source_of(s) for s in ordered], [index_of(s) for s in ordered]
         packed = call(graph, torch.ops.fxshard.pack_grads.default, grads, bucket.key, ids)
         grad = _reduce(graph, bucket, packed, name)
-    total.replace_all_uses_with(grad)
+    tops[0].replace_all_uses_with(grad)
     graph.erase_node(anchor)
-    for node in list(_tree(total)):  # every sum before what it adds up
+    for node in reversed(sums):
         graph.erase_node(node)
     return None
 
 
-def _sum_of(shares: list[fx.Node]) -> fx.Node | None:
-    """The node that adds up all the shares and nothing else, each once; None if there is no such node."""
-    top = shares[0]
-    while len(top.users) == 1 and (user := next(iter(top.users))).target is ADD and not user.kwargs:
-        top = user
-    leaves = [n for n in _tree(top) if n.target is not ADD]
-    return top if len(leaves) == len(shares) and set(leaves) == set(shares) else None
+def _sums(graph: fx.Graph, key: str) -> dict[fx.Node, None]:
+    """The bucket's shares and every sum of nothing else, in graph order."""
+    sums: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        is_share = node.target is REDUCE and node.args[1] == key
+        if is_share or (node.target is ADD and not node.kwargs and all(arg in sums for arg in node.args)):
+            sums[node] = None
+    return sums
 
 
-def _tree(node: object) -> Iterator[fx.Node]:
-    """A node and, where it is an addition, everything that it adds up."""
-    assert isinstance(node, fx.Node)
-    yield node
-    if node.target is ADD:
-        for arg in node.args:
-            if isinstance(arg, fx.Node):
-                yield from _tree(arg)
+def _added_up(total: fx.Node, sums: Iterable[fx.Node]) -> list[fx.Node]:
+    """The shares in a sum, in graph order; one that is in it several times comes as often."""
+    times = Counter([total])
+    for node in reversed(list(sums)):
+        if node.target is ADD:
+            for arg in node.args:
+                assert isinstance(arg, fx.Node)
+                times[arg] += times[node]
+    return [n for n in sums if n.target is REDUCE for _ in range(times[n])]
 
 
 def _reduce(graph: fx.Graph, bucket: ParamBucket, packed: fx.Node, name: str) -> fx.Node:

@@ -60,6 +60,22 @@ def test_several_gradients_of_one_parameter_are_packed_together(two_ranks: None)
     assert "pack a [0, 0, 1]" in merged(gm)
 
 
+def test_a_share_that_is_added_several_times_is_packed_as_often(two_ranks: None) -> None:
+    """Equal gradients of one parameter, used in several places, are one node in the graph."""
+    g = two_gradients()
+    one, two = g.reduce(g.relu(g.x), "a", 0), g.reduce(g.relu(g.y), "a", 1)
+    gm = g.output(g.add(g.add(one, one), g.add(two, one)))
+    assert merged(gm) == ["relu", "relu", "pack a [0, 0, 0, 1]", "reduce_scatter a", "wait a", "div"]
+
+
+def test_a_sum_that_goes_into_something_else_is_merged_all_the_same(two_ranks: None) -> None:
+    buckets = sharded(a=[param(4, 4), param(4)])
+    g = Sketch(buckets, x=(4, 4), y=(4,), flat_like=buckets["a"].flat)
+    total = g.add(g.reduce(g.relu(g.x), "a", 0), g.reduce(g.relu(g.y), "a", 1))
+    gm = g.output(g.add(total, g.flat_like))
+    assert merged(gm) == ["relu", "relu", "pack a [0, 1]", "reduce_scatter a", "wait a", "div", "add"]
+
+
 def test_reductions_of_different_buckets_are_not_merged(two_ranks: None) -> None:
     g = Sketch(sharded(a=[param(4, 4)], b=[param(4, 4)]), x=(4, 4))
     gm = g.output(g.reduce(g.relu(g.x), "b", 0), g.reduce(g.neg(g.x), "a", 0))
@@ -115,12 +131,8 @@ def also_returned(g: Sketch, one: fx.Node, two: fx.Node) -> tuple[fx.Node, ...]:
     return g.add(one, two), one
 
 
-def with_something_else(g: Sketch, one: fx.Node, two: fx.Node) -> tuple[fx.Node, ...]:
-    return (g.add(g.add(one, two), g.flat_like),)
-
-
-def one_counted_twice(g: Sketch, one: fx.Node, two: fx.Node) -> tuple[fx.Node, ...]:
-    return (g.add(g.add(one, two), two),)
+def mixed_with_something_else(g: Sketch, one: fx.Node, two: fx.Node) -> tuple[fx.Node, ...]:
+    return (g.add(g.add(one, g.flat_like), two),)
 
 
 def scaled(g: Sketch, one: fx.Node, two: fx.Node) -> tuple[fx.Node, ...]:
@@ -131,8 +143,8 @@ def not_added(g: Sketch, one: fx.Node, two: fx.Node) -> tuple[fx.Node, ...]:
     return g.relu(one), g.relu(two)
 
 
-@pytest.mark.parametrize("use", [also_returned, with_something_else, one_counted_twice, scaled, not_added])
-def test_a_flat_gradient_that_is_more_than_the_sum_of_shares_is_refused(
+@pytest.mark.parametrize("use", [also_returned, mixed_with_something_else, scaled, not_added])
+def test_shares_that_are_used_otherwise_than_in_one_sum_are_refused(
     two_ranks: None, use: Callable[..., tuple[fx.Node, ...]]
 ) -> None:
     buckets = sharded(a=[param(4, 4), param(4)])
@@ -142,7 +154,7 @@ def test_a_flat_gradient_that_is_more_than_the_sum_of_shares_is_refused(
     plan, names = planned(gm, "backward")
     assert not bucket_reduce_scatter.run(gm, plan, names).modified
     assert text(gm) == before
-    because = "its gradient is used by something else than the sum of its parameters' shares"
+    because = "its parameters' shares are used by something else than one sum of them all"
     assert gm.meta["fxshard_refusals"] == [Refusal("a", buckets["a"].key, because)]
     verify(gm, plan, after=bucket_reduce_scatter.NAME)
 

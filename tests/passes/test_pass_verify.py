@@ -174,7 +174,8 @@ def traced(fn: Callable[[torch.Tensor], Any]) -> fx.GraphModule:
 def test_graphs_of_other_backends_are_accepted(two_ranks: None) -> None:
     def several(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         one, two = _c10d.all_gather_into_tensor_coalesced([x, x + 1], 2, "0")
-        return _c10d.wait_tensor(one) * 2, _c10d.wait_tensor(two), funcol.all_reduce(x, "sum", "0").t() @ x, funcol.broadcast(x, 0, "0")
+        lists = _c10d.wait_tensor(one) * 2, _c10d.wait_tensor(two)
+        return *lists, funcol.all_reduce(x, "sum", "0").t() @ x, funcol.broadcast(x, 0, "0")
 
     gm = traced(several)
     assert {"all_gather_into_tensor_coalesced", "all_reduce", "broadcast"} <= set(ops(gm))

@@ -1,0 +1,25 @@
+"""What happens around each run of a compiled graph, beside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fxshard.registry import lookup
+
+if TYPE_CHECKING:
+    from fxshard.bucket import ParamBucket
+    from fxshard.scope import Scope
+
+
+def before_graph(launches: Sequence[tuple[bool, str]]) -> None:
+    """Let other ranks know which collectives this rank runs next, where ranks may differ; see ``fxshard.agreement``.
+
+    ``launches``: all-gathers (False) and reductions (True) of the graph in launch order, each with its bucket's key.
+    """
+    by_scope: dict[Scope, list[tuple[bool, ParamBucket]]] = {}
+    for reduces, key in launches:
+        bucket = lookup(key)
+        by_scope.setdefault(bucket.unit.scope, []).append((reduces, bucket))
+    for scope, of_scope in by_scope.items():
+        scope.before_graph(of_scope)
