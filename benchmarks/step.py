@@ -210,7 +210,7 @@ def _peak_mib() -> float:
 def main() -> int:
     """Measure, print the table, and say whether the peers trained the same model: 0, or 1 if they did not."""
     arguments = _arguments()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the ranks' profilers would write to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the ranks' profilers would write to stderr
     settings = Settings(
         size=Size(arguments.layers, arguments.width, arguments.hidden, arguments.heads, arguments.vocabulary),
         peers=tuple(arguments.peers),

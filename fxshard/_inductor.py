@@ -22,36 +22,44 @@ from torch._inductor.virtualized import V
 
 
 class KeepOrder(CustomSchedulerPass):
-    """Pin launches and waits between the heavy kernels where the graph has them. Checked: 2.13.
+    """Pin launches and waits between the heavy kernels where the graph has them. Checked: 2.13, 2.14.
 
     Data dependencies alone let the scheduler move a launch down to its wait, or delay it by fusing the last gradient
     of one layer with a kernel of the next. Ordering-only dependencies make a chain of the launches and waits: each
     comes after the heavy kernels (matmuls, attention, convolutions: whatever runs as a kernel of its own) that stand
-    before it, and before those behind it. Pointwise kernels stay free to fuse where that keeps the chain.
+    before it, and before those behind it. Pointwise kernels stay free to fuse where that keeps the chain, but one that
+    reads gathered values comes after the launch behind their wait.
     """
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         event: BaseSchedulerNode | None = None
         since: list[BaseSchedulerNode] = []
+        moved: set[str] = set()  # buffers of launches and waits
         for node in nodes:
             if is_collective(node.node) or is_wait(node.node):
                 _after(node, [*([event] if event else []), *since])
                 event, since = node, []
+                moved |= set(node.get_buffer_names())
+            elif event is None:
+                continue
             elif isinstance(node, ExternKernelSchedulerNode) or node.is_template():
-                _after(node, [event] if event else [])
+                _after(node, [event])
                 since.append(node)
+            elif any(read.name in moved for read in node.read_writes.reads):
+                _after(node, [event])
         if event is not None:
             event.scheduler.compute_ancestors()  # what fusion consults for cycles
         return nodes
 
     def uuid(self) -> str:
-        return "fxshard.KeepOrder.1"
+        return "fxshard.KeepOrder.2"
 
 
 def _after(node: BaseSchedulerNode, others: Sequence[BaseSchedulerNode]) -> None:
-    mutating = next(iter(node.get_buffer_names()))
     for other in others:
-        node.add_fake_dep(WeakDep(next(iter(other.get_buffer_names())), mutating_buf=mutating, is_fake=True))
+        name = next(iter(other.get_buffer_names()))
+        # The field says which of the node's buffers overwrites the other's; none does, so fusion may not drop the dep.
+        node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))
 
 
 def inductor_compile(

@@ -131,6 +131,9 @@ def _attach(unit: Unit, found: Sequence[FoundParam]) -> None:
             original[id(slot.owners)]._fxshard_slot = (unit, bucket, i)  # type: ignore[attr-defined]
             for owner, attr in slot.owners:
                 point_to(owner, attr, unit, bucket, i)
+            for owner, _ in slot.owners:
+                if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+                    owner.sparse = False  # a reduce-scatter sends dense gradients
     point_references(unit.modules, unit)
     for module in unit.modules:
         swap_class(module, unit, runs_unit=True)

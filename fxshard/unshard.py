@@ -62,7 +62,7 @@ class Window:
         self.differentiable = torch.is_grad_enabled() and self.bucket.requires_grad
         with _torch.outside_transforms():
             self.params = _Unshard.apply(self.bucket.flat, self)
-        self.gathered_version = self.params[0]._version
+        self.gathered_version = _version(self.params[0])
 
     def remember(self, gathered: Tensor) -> None:
         self.storage = gathered.untyped_storage().data_ptr()
@@ -75,7 +75,7 @@ class Window:
 
     def check_unwritten(self) -> None:
         """``RuntimeError`` if forward wrote to full parameters, which are copies of what the ranks own."""
-        if self.bucket.groups.gather is not None and self.params[0]._version != self.gathered_version:
+        if self.bucket.groups.gather is not None and _version(self.params[0]) != self.gathered_version:
             raise RuntimeError(
                 f"forward wrote in place to a parameter of unit {self.bucket.unit.name!r} (one of "
                 f"{[s.name for s in self.bucket.slots][:8]}); a full parameter is a copy for the time of the forward, "
@@ -100,6 +100,10 @@ class Window:
                 flat = self.bucket.flat.detach().to(self.bucket.dtypes.gather)
                 self.regathered = comm.all_gather(flat, self.bucket.groups)
         return self.regathered
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no writes
 
 
 @dataclass

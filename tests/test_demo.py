@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from models import GPT2, tokens
 from ranks import run_processes
 
 import fxshard
+from fxshard import demo
 from fxshard.cli import main
 from fxshard.demo import Demo, run_rank
 from fxshard.demo_launch import RankFailed, launch
@@ -250,6 +252,7 @@ def test_a_small_demo_passes_through_inductor_on_three_ranks(tmp_path: Path) -> 
 
 
 def _demo_command(*arguments: str) -> int:
+    demo.Training = partial(Training, size=SMALL)  # type: ignore[misc, assignment]  # in a process of its own
     return main(["demo", "--device", "cpu", "--codegen", "eager", "--steps", "1", *arguments])
 
 

@@ -13,18 +13,18 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single = nn.Parameter(torch.randn(6, 6) * 0.3)
-        self.half = nn.Parameter((torch.randn(6, 6) * 0.3).half())
-        self.brain = nn.Parameter((torch.randn(6, 6) * 0.3).bfloat16())
-        self.double = nn.Parameter(torch.randn(6, 6).double() * 0.3)
-        self.complex = nn.Parameter(torch.randn(5, 6, dtype=torch.cfloat) * 0.3)
+        self.fp32 = nn.Parameter(torch.randn(6, 6) * 0.3)
+        self.fp16 = nn.Parameter((torch.randn(6, 6) * 0.3).half())
+        self.bf16 = nn.Parameter((torch.randn(6, 6) * 0.3).bfloat16())
+        self.fp64 = nn.Parameter(torch.randn(6, 6).double() * 0.3)
+        self.c64 = nn.Parameter(torch.randn(5, 6, dtype=torch.cfloat) * 0.3)
         self.order = nn.Parameter(torch.randperm(6), requires_grad=False)
         self.keep = nn.Parameter(torch.tensor([True, False] * 3), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(x @ self.single)[:, self.order] * self.keep
-        x = torch.tanh(x @ self.half.float()) + torch.tanh(x @ self.brain.float())
-        z = (x.double() @ self.double).to(torch.cfloat) @ self.complex.conj().t()
+        x = torch.tanh(x @ self.fp32)[:, self.order] * self.keep
+        x = torch.tanh(x @ self.fp16.float()) + torch.tanh(x @ self.bf16.float())
+        z = (x.double() @ self.fp64).to(torch.cfloat) @ self.c64.conj().t()
         return z.real + z.imag
 
 
