@@ -134,9 +134,9 @@ class Scope:
             return saved
         address = saved.untyped_storage().data_ptr()
         window = next((w for w in self.windows.values() if w.storage == address), None)
-        if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather:
+        if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather or saved.is_neg():
             return saved
-        return SavedParam(window, saved.size(), saved.stride(), int(saved.storage_offset()))
+        return SavedParam(window, saved.size(), saved.stride(), int(saved.storage_offset()), saved.is_conj())
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

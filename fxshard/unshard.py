@@ -114,6 +114,8 @@ class SavedParam:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool  # a complex view that is conjugated lazily
 
     def restore(self) -> Tensor:
-        return self.window.regather().as_strided(self.size, self.stride, self.offset)
+        view = self.window.regather().as_strided(self.size, self.stride, self.offset)
+        return view.conj() if self.conjugate else view

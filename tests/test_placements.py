@@ -111,7 +111,8 @@ def refused(placement: Any) -> str:
 
 
 def test_impossible_placements_are_refused_by_name() -> None:
-    assert refused(BlockAtomic(2)).startswith("ValueError: shard_placement_fn gave BlockAtomic(2) for parameter 'weight'")
-    assert refused("rows").startswith("TypeError: shard_placement_fn gave 'rows' for parameter 'weight'")
-    said = "ValueError: shard_placement_fn gave TensorAtomic(3) for parameter 'weight', but the mesh shards over 1 ranks"
+    gave = "shard_placement_fn gave {} for parameter 'weight'"
+    assert refused(BlockAtomic(2)).startswith("ValueError: " + gave.format("BlockAtomic(2)"))
+    assert refused("rows").startswith("TypeError: " + gave.format("'rows'"))
+    said = "ValueError: " + gave.format("TensorAtomic(3)") + ", but the mesh shards over 1 ranks"
     assert refused(TensorAtomic(3)).startswith(said)

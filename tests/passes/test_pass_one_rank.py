@@ -45,3 +45,15 @@ def test_a_backward_gives_the_same_flat_gradients(options: dict[str, Any]) -> No
     assert not text(gm, only=["reduce", "reduce_scatter", "all_reduce", "wait", "pack", "div"])
     after = run(gm, *inputs)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_refused_bucket_gives_the_same_gradients_one_share_at_a_time() -> None:
+    buckets = sharded(a=[param(4, 6), param(6)], b=[param(6, 4)])
+    g = Sketch(buckets, x=(4, 6), y=(6,))
+    one, two = g.reduce(g.relu(g.x), "a", 0), g.reduce(g.relu(g.y), "a", 1)
+    gm = g.output(g.add(one, two), g.relu(one), g.reduce(g.permute(g.x, [1, 0]), "b", 0))
+    inputs = torch.empty(0), torch.empty(0), torch.randn(4, 6), torch.randn(6)
+    before = run(gm, *inputs)
+    gm, _ = finished(gm, "backward")
+    assert text(gm, only=["reduce"]) == ["reduce a 0", "reduce a 1"]
+    torch.testing.assert_close(run(gm, *inputs), before, rtol=0, atol=0)

@@ -17,6 +17,7 @@ from ranks import fake_world, reset_dynamo
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fxshard
 from fxshard import capture
 from fxshard.inspect.record import Recorder
 from fxshard.inspect.schedule import Step
@@ -119,6 +120,22 @@ def assert_gathers_are_launched_before_the_compute_of_the_unit_before(plan: Plan
         if plan.bucket(before).unit != plan.bucket(bucket).unit:
             between = steps[place["wait", before] : place["launch", bucket]]
             assert not any(s.what == "compute" for s in between), (before, bucket)
+
+
+class ReturnsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.second(self.first(x)), self.second.weight, self.second.weight[1:]
+
+
+def test_what_a_model_returns_of_its_weights_is_not_taken_for_saved_for_backward(two_ranks: None) -> None:
+    recorder = Recorder({"codegen": "eager"})
+    step = torch.compile(fxshard.shard(ReturnsItsWeight()), backend=recorder, fullgraph=True)
+    sum(out.sum() for out in step(torch.randn(2, 4))).backward()  # type: ignore[union-attr]
+    assert [c.op for c in recorder.captures[0].plans["backward"].gathers] == ["all_gather"]
 
 
 def outputs_of(model: nn.Module, seed: int, **options: Any) -> dict[str, torch.Tensor | None]:
