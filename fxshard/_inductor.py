@@ -20,6 +20,8 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.utils import BoxedBool, is_collective, is_wait
 from torch._inductor.virtualized import V
 
+_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
 
 class KeepOrder(CustomSchedulerPass):
     """Pin launches and waits between the heavy kernels where the graph has them. Checked: 2.13, 2.14.
@@ -34,25 +36,27 @@ class KeepOrder(CustomSchedulerPass):
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         event: BaseSchedulerNode | None = None
         since: list[BaseSchedulerNode] = []
-        moved: set[str] = set()  # buffers of launches and waits
+        gather: BaseSchedulerNode | None = None  # the last launch or wait of an all-gather
+        gathered: set[str] = set()  # their buffers
         for node in nodes:
+            reads_gathered = any(read.name in gathered for read in node.read_writes.reads)
             if is_collective(node.node) or is_wait(node.node):
                 _after(node, [*([event] if event else []), *since])
                 event, since = node, []
-                moved |= set(node.get_buffer_names())
-            elif event is None:
-                continue
-            elif isinstance(node, ExternKernelSchedulerNode) or node.is_template():
+                if reads_gathered or is_collective(node.node, _ALL_GATHER):
+                    gather = node
+                    gathered |= set(node.get_buffer_names())
+            elif event is not None and (isinstance(node, ExternKernelSchedulerNode) or node.is_template()):
                 _after(node, [event])
                 since.append(node)
-            elif any(read.name in moved for read in node.read_writes.reads):
-                _after(node, [event])
+            elif gather is not None and reads_gathered:
+                _after(node, [gather])
         if event is not None:
             event.scheduler.compute_ancestors()  # what fusion consults for cycles
         return nodes
 
     def uuid(self) -> str:
-        return "fxshard.KeepOrder.2"
+        return "fxshard.KeepOrder.3"
 
 
 def _after(node: BaseSchedulerNode, others: Sequence[BaseSchedulerNode]) -> None:

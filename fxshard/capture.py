@@ -87,8 +87,8 @@ class Capture:
 def _guarded(
     compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, int]], launches: Sequence[tuple[bool, str]]
 ) -> Compiled:
-    """Before each call: ranks that may differ hear of its collectives, values that were stored elsewhere are taken over,
-    and who gets a gradient is noted."""
+    """Before each call: ranks that may differ hear of its collectives, values that were stored elsewhere are taken
+    over, and who gets a gradient is noted."""
     ids: dict[str, list[int]] = {}
     for key, index in reduced:
         ids.setdefault(key, []).append(index)

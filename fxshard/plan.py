@@ -7,14 +7,15 @@ Layer order, not guesses:
 
 * all-gathers: units in order of first use. A unit's gathers are launched right after the wait of the unit ``prefetch``
   places before it, hence before that unit's compute; the first ones at the start of the graph. Each is waited for at
-  its first use.
-* reductions: in order of last gradient. Each is launched right after its last gradient and waited for when the next
-  unit's gradients are complete, just before that one's launch; the last at the end of the graph. With a replicate
-  stage, the all-reduce of a unit is launched at that wait, and waited for one unit later.
+  its first use. A unit whose buckets are first used apart, with another unit's between, counts as several.
+* reductions: in order of last gradient, units likewise. Each is launched right after its last gradient and waited for
+  when the next unit's gradients are complete, just before that one's launch; the last at the end of the graph. With a
+  replicate stage, the all-reduce of a unit is launched at that wait, and waited for one unit later.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """A bucket as plans see it. Sizes in elements; ``offsets[i]``, ``shapes[i]`` and ``dims[i]`` are of ``params[i]``."""
+    """A bucket as plans see it. Sizes in elements; ``shapes[i]``, ``dims[i]``, ``offsets[i]`` are of ``params[i]``."""
 
     name: str
     unit: str
@@ -162,39 +163,41 @@ def make_plan(facts: GraphFacts, *, prefetch: int = 1) -> Plan:
 
 def _plan_gathers(facts: GraphFacts, prefetch: int) -> list[Collective]:
     ordered = sorted(facts.gathers, key=lambda g: (g.first_use, g.bucket))
-    units = _group_by_unit(facts, ordered)
-    planned = []
-    for position, gathers in enumerate(units):
-        if prefetch == 0:
-            launch = Anchor("first use")
-        elif position < prefetch:
-            launch = Anchor("start")
-        else:
+    first_use = Anchor("first use")
+    launches = {g.bucket: first_use for g in ordered}  # where the group has one rank, it stays at that
+    units = _group_by_unit(facts, [g for g in ordered if facts.bucket(g.bucket).shard_size > 1])
+    for position, gathers in enumerate(units) if prefetch else ():
+        launch = Anchor("start")
+        if position >= prefetch:
             # Several buckets of that unit: after the wait of the last one, when the unit is complete.
             launch = Anchor("after wait", units[position - prefetch][-1].bucket)
-        planned += [Collective("all_gather", g.bucket, g.ids, launch, Anchor("first use")) for g in gathers]
-    return planned
+        launches.update({g.bucket: launch for g in gathers})
+    return [Collective("all_gather", g.bucket, g.ids, launches[g.bucket], first_use) for g in ordered]
 
 
 def _plan_reductions(facts: GraphFacts) -> list[Collective]:
     ordered = sorted(facts.reductions, key=lambda r: (r.ready, r.bucket))
-    units = _group_by_unit(facts, ordered)
     planned = []
-    for position, reductions in enumerate(units):
-        following = units[position + 1][0].bucket if position + 1 < len(units) else None
-        for r in reductions:
-            bucket = facts.bucket(r.bucket)
-            launch, done = Anchor("last gradient"), Anchor("before launch", following) if following else Anchor("end")
-            if bucket.shard_size > 1:
-                planned.append(Collective("reduce_scatter", r.bucket, r.ids, launch, done))
-                launch, done = Anchor("after wait", r.bucket), Anchor("before wait", following) if following else done
-            if bucket.replicate_size > 1 or bucket.shard_size == 1:
-                planned.append(Collective("all_reduce", r.bucket, r.ids, launch, done))
+    # Where there is one rank, the mean gradient is there at once, and nothing waits for it.
+    units = _group_by_unit(facts, [r for r in ordered if _ranks(facts.bucket(r.bucket)) > 1])
+    following = {r.bucket: after[0].bucket for unit, after in itertools.pairwise(units) for r in unit}
+    for r in ordered:
+        bucket, after = facts.bucket(r.bucket), following.get(r.bucket)
+        launch, done = Anchor("last gradient"), Anchor("before launch", after) if after else Anchor("end")
+        if bucket.shard_size > 1:
+            planned.append(Collective("reduce_scatter", r.bucket, r.ids, launch, done))
+            launch = Anchor("after wait", r.bucket)
+            if after and facts.bucket(after).shard_size > 1:
+                done = Anchor("before wait", after)
+        if bucket.replicate_size > 1 or bucket.shard_size == 1:
+            planned.append(Collective("all_reduce", r.bucket, r.ids, launch, done))
     return planned
 
 
+def _ranks(bucket: BucketFacts) -> int:
+    return bucket.shard_size * bucket.replicate_size
+
+
 def _group_by_unit(facts: GraphFacts, ordered: Sequence[_F]) -> list[list[_F]]:
-    groups: dict[str, list[_F]] = {}
-    for g in ordered:
-        groups.setdefault(facts.bucket(g.bucket).unit, []).append(g)
-    return list(groups.values())
+    """Neighbours of one unit together."""
+    return [list(group) for _, group in itertools.groupby(ordered, key=lambda g: facts.bucket(g.bucket).unit)]

@@ -39,6 +39,7 @@ class Scope:
         self._phases: dict[bool, dict[Agreement, Phase]] = {False: {}, True: {}}  # of the forward, of the backward
         self._learned: dict[tuple[Any, Any], dict[Agreement, list[Ticket]]] = {}
         self._piece = 0
+        self._piece_key: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
         twin = Scope()
@@ -149,7 +150,8 @@ class Scope:
         # A backward in a backward (reentrant checkpointing) cuts the outer one into pieces, each agreed on by itself.
         self._end_piece()
         self._backward = running
-        self._begin((_BACKWARD, self._piece), None)
+        self._piece_key = (self._piece, *(u.reduces for u in self.units))
+        self._begin((_BACKWARD, self._piece_key), None)
         self._piece += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -194,7 +196,7 @@ class Scope:
             if not agreement.eager:
                 phase.expected = []  # all collectives were in compiled graphs
             if agreement.eager or any(b.late for b in agreement.buckets):
-                self._learned.setdefault((_BACKWARD, self._piece - 1), {})[agreement] = agreement.finish(phase)
+                self._learned.setdefault((_BACKWARD, self._piece_key), {})[agreement] = agreement.finish(phase)
                 graded |= agreement.take_graded()
             else:
                 agreement.post(phase)
@@ -232,7 +234,7 @@ class Scope:
         for agreement in self._all_agreements():
             learned = self._learned.get(key, {}).get(agreement)
             if learned is None:
-                learned = _first_guess(agreement, module) if module is not None or key[1] == 0 else []
+                learned = _first_guess(agreement, module) if module is not None or key[1][0] == 0 else []
             phases[agreement] = Phase(learned)
             agreement.eager |= module is not None
 
