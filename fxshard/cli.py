@@ -66,6 +66,8 @@ def _layout(arguments: argparse.Namespace) -> int:
         documented = "refused" if row.documented is None else f"{row.documented:.2%}"
         ours = f"{row.compact:.2%}", f"{row.split:.2%}", str(row.buckets), row.note
         print(_waste_line(f"{row.model} {row.unit}", width, str(row.ranks), str(row.block_size), documented, *ours))
+        if row.reason:
+            print(f"  {row.reason}")
     return 0
 
 

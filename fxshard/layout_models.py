@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxshard.layout import GlobalLayout
-from fxshard.layout_planner import plan_compact, split_by_row_family
+from fxshard.layout_planner import plan_compact, split_by_row_family, waste_reason
 
 Shapes = dict[str, tuple[int, ...]]
 """Full shape by parameter name, in registration order."""
@@ -153,6 +153,8 @@ class WasteRow:
     buckets: int
     """Buckets of the split."""
     note: str
+    reason: str
+    """Why ``split`` exceeds the waste bound, of the bucket that wastes most; empty where it does not."""
     """Which tensors the documented builder refuses, and are cut between single rows by ours; empty if none."""
 
 
@@ -190,11 +192,22 @@ def _waste_row(
     documented = None if uneven else GlobalLayout.build_for_row_atomic(shapes, dp_size, block_size=block_size).waste
     whole = plan_compact(shapes, dp_size, block_sizes=blocks, align=align)
     buckets = split_by_row_family(shapes, dp_size, block_sizes=blocks, align=align, waste_bound=waste_bound)
-    size = sum(
-        plan_compact([shapes[i] for i in ids], dp_size, block_sizes=[blocks[i] for i in ids], align=align).size
+    split = [
+        plan_compact([shapes[i] for i in ids], dp_size, block_sizes=[blocks[i] for i in ids], align=align)
         for ids in buckets
-    )
+    ]
+    waste = sum(layout.size for layout in split) / whole.used - 1
+    worst = max(range(len(split)), key=lambda k: split[k].size - split[k].used)
+    reason = None
+    if waste > waste_bound:
+        names, ids = list(named), buckets[worst]
+        reason = waste_reason(
+            [shapes[i] for i in ids],
+            dp_size,
+            block_sizes=[blocks[i] for i in ids],
+            waste_bound=waste_bound,
+            names=[names[i] for i in ids],
+        )
     note = f"refused: dim 0 is not a multiple of {block_size} in {', '.join(uneven)}; cut by row" if uneven else ""
-    return WasteRow(
-        model, unit, dp_size, block_size, whole.used, documented, whole.waste, size / whole.used - 1, len(buckets), note
-    )
+    ours = (whole.waste, waste, len(buckets))
+    return WasteRow(model, unit, dp_size, block_size, whole.used, documented, *ours, note, reason or "")

@@ -71,3 +71,10 @@ def test_hundreds_of_experts_fit_tightly_in_one_bucket():
 def test_an_unknown_model_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="unknown model 'BERT': choose from GPT-2, Llama-2-7B"):
         waste_table(["BERT"])
+
+
+def test_every_row_above_the_bound_says_why() -> None:
+    rows = waste_table(["GPT-2", "ViT-B/16"], ranks=(8, 512), block_sizes=(1, 128))
+    assert any(row.reason for row in rows)
+    for row in rows:
+        assert bool(row.reason) == (row.split > 0.02), row
