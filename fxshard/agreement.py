@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxshard import _torch
+
 if TYPE_CHECKING:
     from fxshard.bucket import ParamBucket
 
@@ -183,7 +185,7 @@ class Agreement:
         message[0] = code
         said = [1 + self._code(t) for t in phase.wanted] + [1 + self._end + i for i in self._graded]
         message[said] = -1
-        return message
+        return message.to(_torch.collective_device_type(control_group(self.mesh)))
 
     def _round(self, phase: Phase, code: int) -> tuple[int, Tensor]:
         """The lowest number that any rank wants, and everything said so far by any rank."""
@@ -214,9 +216,9 @@ def _place_of(tickets: Sequence[Ticket], expected: Sequence[Ticket], at: int) ->
 
 
 def control_group(mesh: DeviceMesh) -> Any:
-    """A process group over all ranks of the mesh for messages between their CPUs; made at the first call (collective).
+    """A process group over all ranks of the mesh for messages; made at the first call (collective).
 
-    It uses the backend of the mesh's own group where that serves the CPU, and gloo otherwise.
+    Over gloo where the mesh's own group is NCCL's, so that no message waits for the GPU.
     """
     cached = getattr(mesh, "_fxshard_control", None)
     if cached is None:
@@ -224,7 +226,7 @@ def control_group(mesh: DeviceMesh) -> Any:
         backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
         cached = dist.new_group(
             ranks,
-            backend="gloo" if "nccl" in backend else backend,
+            backend="gloo" if "nccl" in backend and dist.is_gloo_available() else backend,
             use_local_synchronization=True,
             group_desc="fxshard control",
         )

@@ -25,7 +25,7 @@ from fxshard.cut import Cut
 from fxshard.layout import GlobalLayout, Range
 from fxshard.layout_tensor import LayoutTensor
 from fxshard.mesh import MeshGroups
-from fxshard.trainable import Place
+from fxshard.param_link import ParamLink
 from fxshard.unreduced import Unreduced
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ParamBucket:
         self.unreduced = Unreduced(self)
         for slot in self.slots:
             if isinstance(slot.param, LayoutTensor):
-                Place.set(slot.param, self)
+                ParamLink.set(slot.param, self)
         self.follow_requires_grad()
 
     @property
@@ -233,19 +233,32 @@ class ParamBucket:
             for owner, attr in slot.owners:
                 if owner._parameters.get(attr) is not slot.param:
                     self._adopt(i, owner._parameters.get(attr))
-            local = slot.param._local_tensor  # type: ignore[attr-defined]
-            if local.data_ptr() == places[i] or local.numel() == 0:
-                continue
-            slab = self.slab(self.flat.detach(), i).movedim(0, slot.cut.dim)
-            if local.shape != slab.shape or local.dtype != slab.dtype or local.is_meta:
-                raise RuntimeError(
-                    f"the storage of parameter {slot.name!r} was replaced by {tuple(local.shape)} {local.dtype} on "
-                    f"{local.device}, but this rank holds {tuple(slab.shape)} {slab.dtype} on {slab.device} of it; "
-                    "assign values of that shape and dtype, and convert whole units (not single parameters)"
-                )
-            with torch.no_grad():
-                slab.copy_(local)
-            slot.param._local_tensor = slab  # type: ignore[attr-defined]
+            if slot.param._local_tensor.data_ptr() != places[i]:  # type: ignore[attr-defined]
+                self._copy_back(i)
+
+    def take_values(self, param: Tensor) -> None:
+        """``param``, one of the bucket's, was given other data: make it values of the flat shard."""
+        i = next((i for i, s in enumerate(self.slots) if s.param is param), None)
+        local = param._local_tensor  # type: ignore[attr-defined]
+        if i is not None and (local.dtype, local.device) == (self.flat.dtype, self.flat.device):
+            self._copy_back(i)  # otherwise the unit moves as a whole, or refresh() refuses
+
+    def _copy_back(self, i: int) -> None:
+        """Copy what lies elsewhere of parameter ``i`` to its place in the flat shard, and alias that again."""
+        slot = self.slots[i]
+        local = slot.param._local_tensor  # type: ignore[attr-defined]
+        if local.numel() == 0:
+            return
+        slab = self.slab(self.flat.detach(), i).movedim(0, slot.cut.dim)
+        if local.shape != slab.shape or local.dtype != slab.dtype or local.is_meta:
+            raise RuntimeError(
+                f"the storage of parameter {slot.name!r} was replaced by {tuple(local.shape)} {local.dtype} on "
+                f"{local.device}, but this rank holds {tuple(slab.shape)} {slab.dtype} on {slab.device} of it; "
+                "assign values of that shape and dtype, and convert whole units (not single parameters)"
+            )
+        with torch.no_grad():
+            slab.copy_(local)
+        slot.param._local_tensor = slab  # type: ignore[attr-defined]
 
     def _adopt(self, i: int, given: Any) -> None:
         """Let what a module now holds as parameter ``i`` be the parameter, for all its owners."""
@@ -258,7 +271,7 @@ class ParamBucket:
                 "model before it is sharded"
             )
         slot.param = given  # type: ignore[assignment]
-        Place.set(given, self)
+        ParamLink.set(given, self)
         for owner, attr in slot.owners:
             owner._parameters[attr] = slot.param
         self.follow_requires_grad()
@@ -271,7 +284,7 @@ class ParamBucket:
         locals_ = [s.param._local_tensor for s in self.slots]  # type: ignore[attr-defined]
         device, dtype = locals_[0].device, locals_[0].dtype
         for slot in self.slots:
-            Place.set(slot.param, self)  # swapping tensors, as _apply does, swaps their attributes too
+            ParamLink.set(slot.param, self)  # swapping tensors, as _apply does, swaps their attributes too
         if (device, dtype) == (self.flat.device, self.flat.dtype):
             return
         if any((t.device, t.dtype) != (device, dtype) for t in locals_):
@@ -338,7 +351,7 @@ def make_bucket(
             slab.copy_(stored[first : first + slab.shape[0]])
         slot.param = nn.Parameter(LayoutTensor.from_local_slab(slab, slot.cut), requires_grad=trainable)
         _take_over(slot.param, full, slot.cut)
-        Place.set(slot.param, bucket)
+        ParamLink.set(slot.param, bucket)
     bucket.follow_requires_grad()
     return bucket
 

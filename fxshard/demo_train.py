@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,8 +66,6 @@ def train_unsharded(training: Training, text: bytes, state: DistributedState) ->
     In bf16 parameters are cast as a sharded model's are, and gradients rounded to bf16 for each rank's rows and added
     in fp32.
     """
-    if state.device.type == "cpu":  # the other ranks of this machine wait, and leave it their cores
-        torch.set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     model = _new_model(training.size).to(state.device)
     pieces = state.world_size if training.bf16 else 1
 

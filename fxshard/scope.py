@@ -58,15 +58,15 @@ class Scope:
         """The full parameter ``index`` of the bucket; collective unless its window is open."""
         window = self.windows.get(bucket)
         if window is None or not window.serves:
-            window = self._held(bucket) or self._open(bucket)
-            self.windows[bucket] = window
+            window = self._held(bucket) if bucket in self.held else self._open(bucket)
+            if self.depth > 0 or bucket not in self.held:
+                self.windows[bucket] = window
         return window.params[index]
 
-    def _held(self, bucket: ParamBucket) -> Window | None:
-        window = self.held.get(bucket)
-        if window is not None and (not window.serves or window.version != bucket.flat._version):
-            window = self.held[bucket] = self._open(bucket)
-        return window
+    def _held(self, bucket: ParamBucket) -> Window:
+        if not self.held[bucket].serves:
+            self.held[bucket] = self._open(bucket)
+        return self.held[bucket]
 
     def _open(self, bucket: ParamBucket) -> Window:
         self.await_backward()
@@ -85,8 +85,6 @@ class Scope:
     def release(self, buckets: Iterable[ParamBucket]) -> None:
         for bucket in buckets:
             self.held.pop(bucket, None)
-            if self.depth == 0:
-                self.windows.pop(bucket, None)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +219,7 @@ class Scope:
         self.await_backward()
         gather = self._gather_kind()
         wanted = [(Kind.REDUCE if reduces else gather, b) for reduces, b in launches if reduces or b.groups.gather]
-        if wanted and any(a.eager for a in self._all_agreements()):
+        if wanted:
             self._want(wanted)
 
     def _gather_kind(self) -> Kind:
@@ -247,7 +245,7 @@ class Scope:
         phases = self._phases[wanted[0][0] != Kind.GATHER]
         for agreement, phase in list(phases.items()):  # none outside of any forward or backward: all ranks come here
             mine = [(kind, bucket) for kind, bucket in wanted if bucket in agreement.number]
-            if mine:
+            if mine and agreement.eager:
                 agreement.want(phase, mine)
 
     def _join(self, kind: Kind, bucket: ParamBucket) -> None:

@@ -70,8 +70,9 @@ class Window:
 
     @property
     def serves(self) -> bool:
-        """Whether a read now may take what was gathered: with a graph, if one is being recorded."""
-        return self.differentiable or not (torch.is_grad_enabled() and self.bucket.requires_grad)
+        """Whether a read now may take what was gathered: values of today, and with a graph if one is being recorded."""
+        recorded = self.differentiable or not (torch.is_grad_enabled() and self.bucket.requires_grad)
+        return recorded and self.version == self.bucket.flat._version
 
     def check_unwritten(self) -> None:
         """``RuntimeError`` if forward wrote to full parameters, which are copies of what the ranks own."""

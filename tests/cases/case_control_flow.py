@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from case_harness import (
+    OPTIONS,
     Batch,
     Block,
     Decoder,
@@ -89,7 +90,7 @@ def checkpointed_parameters_of_the_root(run: Surroundings) -> Result:
     return run.train(Root, vectors())
 
 
-# -- ranks that take different branches ---------------------------------------------------------------------------------
+# -- ranks that take different branches ------------------------------------------------------------------------------
 
 
 @case(fast=True)
@@ -178,7 +179,7 @@ def experts_in_one_stacked_parameter(run: Surroundings) -> Result:
     return run.train(Stacked, vectors())
 
 
-# -- where the compiler stops -------------------------------------------------------------------------------------------
+# -- where the compiler stops ----------------------------------------------------------------------------------------
 
 
 @case(fast=True)
@@ -231,10 +232,9 @@ def blocks_compiled_one_by_one(run: Surroundings) -> Result:
     """More blocks than Dynamo keeps variants of one function."""
 
     def compile_blocks(model: Any) -> None:
-        options = {} if run.form == "inductor" else {"codegen": "eager"}
-        if run.form not in ("plain", "eager"):
+        if run.form in OPTIONS:
             for block in model.blocks:
-                block.compile(backend="fxshard", options=options, fullgraph=True)
+                block.compile(backend="fxshard", options=OPTIONS[run.form], fullgraph=True)
 
     class Uncompiled(Tower):
         forward = torch.compiler.disable(Tower.forward, recursive=False)
@@ -269,7 +269,7 @@ def sentences_trimmed_by_each_rank(run: Surroundings) -> Result:
     return run.train(lambda: Trimming(tied=True), batches, lambda m, b: m(b["tokens"], b["lengths"]))
 
 
-# -- gradients of gradients ---------------------------------------------------------------------------------------------
+# -- gradients of gradients ------------------------------------------------------------------------------------------
 
 
 @case(refusal="double backward|create_graph")

@@ -55,7 +55,7 @@ def layers_cut_along_other_dims(run: Surroundings) -> Result:
     return run.train(lambda: Decoder(tied=True), sentences(), next_token, shard=shard)
 
 
-@case(fast=True)
+@case()
 def ranks_initialised_differently(run: Surroundings) -> Result:
     """The first rank's values win."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 import fxshard
 
-# -- references to parameters -------------------------------------------------------------------------------------------
+# -- references to parameters ----------------------------------------------------------------------------------------
 
 
 @case()
@@ -47,7 +48,7 @@ def recurrent_layers(run: Surroundings) -> Result:
     return run.train(Recurrent, vectors())
 
 
-@case(fast=True)
+@case()
 def lists_and_dicts_of_parameters(run: Surroundings) -> Result:
     class Referring(nn.Module):
         def __init__(self) -> None:
@@ -111,7 +112,32 @@ def fast_path_of_transformer_encoders(run: Surroundings) -> Result:
     return run.train(Encoder, vectors(), step=step, optimizer=sgd)
 
 
-# -- weights computed from parameters -----------------------------------------------------------------------------------
+@case()
+def parameters_listed_inside_forward(run: Surroundings) -> Result:
+    """Modules ask ``parameters()`` for a dtype, and keep a slow copy of another module up to date."""
+
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fast = layers(6, 9, 5)
+            self.slow = copy.deepcopy(self.fast).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.to(next(self.parameters()).dtype)
+            with torch.no_grad():
+                before = self.slow(x)
+                for fast, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
+                    if slow.dim() > 1:
+                        slow.lerp_(fast, 0.3)
+                    else:
+                        slow.data = slow.data * 0.7 + fast.data * 0.3
+                after = self.slow(x)
+            return self.fast(x) - after + before
+
+    return run.train(Momentum, vectors())
+
+
+# -- weights computed from parameters --------------------------------------------------------------------------------
 
 PARAMETRIZED = {
     "weight_norm": nn.utils.parametrizations.weight_norm,
@@ -144,7 +170,7 @@ def weights_computed_in_hooks_before_forward(run: Surroundings) -> Result:
     return run.train(build, vectors(), optimizer=sgd)
 
 
-# -- forwards -----------------------------------------------------------------------------------------------------------
+# -- forwards --------------------------------------------------------------------------------------------------------
 
 
 def patch(model: Any) -> None:
@@ -239,7 +265,7 @@ def loss_inside_forward_and_a_dataclass_out(run: Surroundings) -> Result:
     return run.train(lambda: WithLoss(tied=True), sentences(), loss)
 
 
-# -- values -------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
 class Doubled(torch.autograd.Function):

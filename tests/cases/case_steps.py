@@ -65,7 +65,7 @@ class Alternating(nn.Module):
         return self.out(torch.tanh(self.second(x) if self.micro_batch else self.first(x)))
 
 
-@case(fast=True)
+@case()
 def last_micro_batch_uses_another_layer(run: Surroundings) -> Result:
     def shard(model: Any) -> None:
         run.shard(model, model.first, model.second)
@@ -102,7 +102,7 @@ def clipped(training: Training, batch: Batch) -> Tensor:
     return loss + norm
 
 
-@case(fast=True)
+@case()
 def clipped_by_the_global_norm(run: Surroundings) -> Result:
     return run.train(lambda: layers(6, 7, 5), vectors(), step=clipped)
 
@@ -237,7 +237,7 @@ def validate_between(context: Any) -> Any:
     return step
 
 
-@case(fast=True)
+@case()
 def validation_without_gradients(run: Surroundings) -> Result:
     return run.train(Tower, vectors(), step=validate_between(torch.no_grad))
 

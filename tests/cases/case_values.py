@@ -89,7 +89,7 @@ def parameters_with_strides(run: Surroundings) -> Result:
     return run.train(Strided, vectors())
 
 
-@case(fast=True)
+@case()
 def more_ranks_than_rows(run: Surroundings) -> Result:
     class Few(nn.Module):
         def __init__(self) -> None:

@@ -100,7 +100,7 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
-@case(fast=True)
+@case()
 def frozen_base_with_adapters(run: Surroundings) -> Result:
     return run.train(lambda: nn.Sequential(Adapted(6, 10), nn.ReLU(), Adapted(10, 5)), vectors())
 

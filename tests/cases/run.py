@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+import case_paths  # noqa: F401
+
+# isort: split
 
 import case_control_flow  # noqa: F401
 import case_lifecycle  # noqa: F401

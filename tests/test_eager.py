@@ -1,0 +1,282 @@
+"""How a sharded model runs without a compiler: which collectives, what memory stays, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fxshard
+from fxshard import comm
+from fxshard.unit import units_of
+
+
+class Net(nn.Module):
+    """Three units: two blocks in a list, and the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts calls of collectives: all_gather and reduce_mean on buckets, and messages between ranks."""
+    counts: Counter[str] = Counter()
+    saved = comm.all_gather, comm.reduce_mean, dist.all_reduce
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    comm.all_gather = counting("gather", saved[0])
+    comm.reduce_mean = counting("reduce", saved[1])
+    dist.all_reduce = counting("message", saved[2])
+    try:
+        yield counts
+    finally:
+        comm.all_gather, comm.reduce_mean, dist.all_reduce = saved
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def sharded(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return fxshard.shard(Net(), **options)
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+
+def count_of_second_step(prepare: str) -> Counter[str]:
+    model = sharded(reshard_after_forward=prepare != "keep")
+    if prepare == "frozen":
+        model.blocks.requires_grad_(False)
+        model.blocks[0].requires_grad_(True)
+    if prepare == "unsynchronised":
+        model.set_requires_gradient_sync(False)
+    step(model)
+    with counted() as counts:
+        step(model)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "prepare, gathers, reductions",
+    # The first block needs no weight of its own in backward, since its input needs no gradient.
+    [("as it is", 5, 3), ("keep", 3, 3), ("frozen", 5, 2), ("unsynchronised", 5, 0)],
+)
+def test_a_step_has_one_gather_a_pass_and_one_reduction_a_unit(
+    ranks2: RankPool, prepare: str, gathers: int, reductions: int
+) -> None:
+    for counts in ranks2.run(count_of_second_step, prepare):
+        # One message between ranks at the end of forward, and one at the end of backward.
+        assert counts == Counter(gather=gathers, reduce=reductions, message=2) - Counter()
+
+
+def counts_of_synchronisation() -> list[int]:
+    model = sharded()
+    reductions = []
+    for synchronise in (False, False, True, True):
+        model.set_requires_gradient_sync(synchronise)
+        with counted() as counts:
+            step(model)
+        reductions.append(counts["reduce"])
+    return reductions
+
+
+def test_what_was_accumulated_is_reduced_once(ranks2: RankPool) -> None:
+    for reductions in ranks2.run(counts_of_synchronisation):
+        assert reductions == [0, 0, 3, 3]
+
+
+def delayed_replicas() -> tuple[list[bool], Tensor, Tensor]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    model, at_once = sharded(mesh=mesh), sharded(mesh=mesh)
+    has_grad = []
+    for last in (False, True):
+        model.set_requires_all_reduce(last)
+        model(torch.full((2, 6), float(dist.get_rank()))).sum().backward()
+        at_once(torch.full((2, 6), float(dist.get_rank()))).sum().backward()
+        has_grad.append(model.out.weight.grad is not None)
+    return has_grad, model.out.weight.grad.full_tensor(), at_once.out.weight.grad.full_tensor()
+
+
+def test_the_all_reduce_over_replicas_can_wait(ranks4: RankPool) -> None:
+    for has_grad, delayed, at_once in ranks4.run(delayed_replicas):
+        assert has_grad == [False, True]
+        torch.testing.assert_close(delayed, at_once)
+
+
+def trained_apart(steps: int) -> list[Tensor | None]:
+    """Rank 0 uses the first block only, rank 1 the second; the third unit is used by both."""
+
+    class Apart(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.blocks[dist.get_rank()](x))
+
+    torch.manual_seed(0)
+    model = fxshard.shard(Apart())
+    for _ in range(steps):
+        model.zero_grad()
+        step(model)
+    return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_ranks_that_use_different_units_get_the_average_with_zeros(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        step(nn.Sequential(block, model.out))
+    expected = [p.grad / 2 for p in model.parameters()]  # type: ignore[operator]
+    for steps in (1, 3):  # with the order of registration, and with the one that was agreed on
+        for grads in ranks2.run(trained_apart, steps):
+            for grad, wanted in zip(grads, expected, strict=True):
+                torch.testing.assert_close(grad, wanted)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def leftovers() -> tuple[int, int, int]:
+    model = sharded()
+    step(model)
+    units = units_of(model)
+    scope = units[0].scope
+    late = sum(len(b.late) for u in units for b in u.buckets)
+    return len(scope.windows), late, sum(b.unreduced.left_over for u in units for b in u.buckets)
+
+
+def test_nothing_gathered_or_unreduced_stays_after_a_step(ranks2: RankPool) -> None:
+    assert ranks2.run(leftovers) == [(0, 0, 0)] * 2
+
+
+def unsharded_for_a_while() -> tuple[list[bool], bool]:
+    model = fxshard.fully_shard(nn.Linear(6, 5))
+    kinds = [isinstance(model.weight, fxshard.LayoutTensor)]
+    model.unshard()
+    kinds.append(isinstance(model.weight, fxshard.LayoutTensor))
+    with torch.no_grad():
+        model._parameters["weight"].add_(1)  # what is held follows the values
+    equal = torch.equal(model.weight, model._parameters["weight"].full_tensor())
+    model.reshard()
+    kinds.append(isinstance(model.weight, fxshard.LayoutTensor))
+    return kinds, equal
+
+
+def test_unshard_keeps_parameters_full_until_reshard(ranks2: RankPool) -> None:
+    assert ranks2.run(unsharded_for_a_while) == [([True, False, True], True)] * 2
+
+
+# -- what users put on a model stays ---------------------------------------------------------------------------------
+
+
+def test_attributes_hooks_and_gradients_of_parameters_stay() -> None:
+    model = nn.Linear(6, 5)
+    model.weight.no_decay = True  # type: ignore[assignment]
+    model.weight.grad = torch.ones(5, 6)
+    calls: list[Tensor] = []
+    model.weight.register_hook(calls.append)
+    fxshard.shard(model)
+    assert model.weight.no_decay and torch.equal(model.weight.grad.full_tensor(), torch.ones(5, 6))  # type: ignore[operator,union-attr]
+    step(model)
+    assert len(calls) == 1
+
+
+def test_the_signature_of_forward_stays() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 5)
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            return self.inner(input_ids)
+
+    model = fxshard.shard(Named())
+    assert list(inspect.signature(model.forward).parameters) == ["input_ids", "labels"]
+    assert list(inspect.signature(type(model).forward).parameters) == ["self", "input_ids", "labels"]
+
+
+def test_vmap_over_a_sharded_model() -> None:
+    model = sharded()
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(torch.vmap(model)(x), model(x))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_from_before_sharding_is_refused_by_name() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fxshard.shard(model)
+    with pytest.raises(RuntimeError, match=r"blocks.0.0.weight|0.weight.*Build the optimizer.*after"):
+        optimizer.zero_grad()
+
+
+def written_in_forward() -> str:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.out = nn.Parameter(torch.zeros(4, 3), requires_grad=False), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.codes.add_(1)
+            return self.out(x)
+
+    with pytest.raises(RuntimeError) as caught:
+        fxshard.shard(Writing())(torch.ones(2, 6))
+    return str(caught.value)
+
+
+def test_a_write_to_a_full_parameter_is_refused_since_it_would_be_lost(ranks2: RankPool) -> None:
+    for said in ranks2.run(written_in_forward):
+        assert "'codes'" in said and "Keep such state in a buffer" in said
+
+
+@pytest.mark.parametrize("value", [None, nn.Parameter(torch.zeros(6, 6))], ids=["None", "plain"])
+def test_a_parameter_replaced_by_something_unsharded_is_refused(value: Any) -> None:
+    model = sharded()
+    model.blocks[0][0].weight = value
+    with pytest.raises(RuntimeError, match=r"'blocks.0.0.weight' .* was replaced by .*param.copy_"):
+        model(torch.ones(2, 6))
+
+
+def test_functional_call_with_other_values_is_refused() -> None:
+    model = sharded()
+    values = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="was replaced by a Tensor"):
+        torch.func.functional_call(model, values, (torch.ones(2, 6),))
+
+
+def test_flags_are_bools() -> None:
+    model = sharded()
+    for set_flag in (model.set_requires_gradient_sync, model.set_requires_all_reduce, model.set_reshard_after_forward):
+        with pytest.raises(ValueError, match="should be a bool, got int"):
+            set_flag(1)
+
+
+def test_a_forward_method_must_exist() -> None:
+    with pytest.raises(ValueError, match="Net has no method 'encode'"):
+        fxshard.register_forward_method(sharded(), "encode")
