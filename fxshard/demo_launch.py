@@ -27,7 +27,8 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any) -> T:
 
     ``fn`` and ``args`` are pickled, so ``fn`` is a function of a module. Every rank sees the variables that torchrun
     sets (``RANK``, ``WORLD_SIZE``, ...) and makes its own process group. Raises ``RankFailed`` for the first rank that
-    fails. No rank outlives the call, however it ends, nor this process.
+    fails, and ``KeyboardInterrupt`` when one is interrupted. No rank outlives the call, however it ends, nor this
+    process.
     """
     # Served from here, on a port that the system picks: a free port given to rank 0 could be taken meanwhile.
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -47,6 +48,8 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any) -> T:
         except mp.ProcessRaisedException as error:
             raise RankFailed(f"rank {error.error_index} of {ranks} failed: {error.msg.strip()}") from None
         except mp.ProcessExitedException as error:
+            if error.signal_name == "SIGINT":  # Ctrl-C that reached a rank before it reached this process
+                raise KeyboardInterrupt from None
             ended = error.signal_name or f"exit code {error.exit_code}"
             raise RankFailed(f"rank {error.error_index} of {ranks} ended with {ended}") from None
         finally:
