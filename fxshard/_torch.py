@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +59,23 @@ def allow_foreach(cls: type[torch.Tensor]) -> None:
 def collective_device_type(group: dist.ProcessGroup | None) -> str:
     """The device type that ``group`` (None: the default one) serves, the CPU where it serves several. Checked: 2.13."""
     return dist.distributed_c10d._get_object_coll_device(group)
+
+
+def default_store() -> dist.Store:
+    """The key-value store in which the ranks of the default group met. Checked: 2.13."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """How long a collective over ``group`` waits for its peers. Checked: 2.13 (gloo)."""
+    return group._get_backend(torch.device(device_type)).options._timeout
+
+
+def outside_fake_mode() -> AbstractContextManager[Any]:
+    """Within it tensors are real, also while a graph is traced. Checked: 2.13."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def placement_with_rows(placement: Shard, rows: Callable[[int], tuple[int, int]]) -> Shard:
@@ -182,3 +200,8 @@ def outside_transforms() -> AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of a name, as graph nodes hold it. Checked: 2.13."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

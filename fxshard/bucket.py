@@ -26,6 +26,7 @@ from fxshard.layout import GlobalLayout, Range
 from fxshard.layout_tensor import LayoutTensor
 from fxshard.mesh import MeshGroups
 from fxshard.param_link import ParamLink
+from fxshard.reduction import Reduction, Stage, plan_reduction
 from fxshard.unreduced import Unreduced
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class ParamSlot:
     owners: list[tuple[nn.Module, str]]
     name: str = ""  # fully qualified from the root that was sharded last; see sharding.name_units
     detached: bool = False  # frozen, in a bucket that is not: compiled reads record no gradient; they guard on this
-    sink: Tensor | None = None  # takes the gradient in compiled code while it is not reduced, see fxshard.unreduced
 
     def full_view(self, stored: Tensor) -> Tensor:
         """The parameter in its logical shape, from its elements (any shape) in storage order."""
@@ -74,19 +74,19 @@ class ParamBucket:
     dtypes: BucketDtypes
     groups: MeshGroups
     flat: nn.Parameter
+    offloaded_from: torch.device | None = None  # where the bucket is gathered and reduced, if the flat shard rests elsewhere
     unit: Unit = field(init=False)  # set when the unit takes the bucket
     name: str = field(default="", init=False)  # canonical: the unit's name, and a number where it has several buckets
     key: str = field(init=False)
+    reduction: Reduction = field(init=False)
     reduced: set[int] = field(default_factory=set, init=False)  # ids whose gradient the running backward has reduced
     unreduced: Unreduced = field(init=False)
     late: list[tuple[Tensor, set[int]]] = field(default_factory=list, init=False)  # see hand_out_late
     _watched: nn.Parameter | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        stored = [(tuple(s.cut.storage_shape), s.cut.dim) for s in self.slots]
-        offsets, sizes = tuple(self.layout.tensor_to_offset), (self.layout.size, self.flat.numel(), self.divisor)
-        self.key = registry.register(self, (stored, offsets, sizes, self.dtypes))
         self.unreduced = Unreduced(self)
+        self.set_reduction()
         for slot in self.slots:
             if isinstance(slot.param, LayoutTensor):
                 ParamLink.set(slot.param, self)
@@ -97,9 +97,25 @@ class ParamBucket:
         return self.flat.requires_grad
 
     @property
-    def divisor(self) -> float:
-        """What summed gradients are divided by: the number of ranks that saw different data."""
-        return self.groups.shard_size * self.groups.replicate_size
+    def device(self) -> torch.device:
+        """Where the bucket is gathered and reduced."""
+        return self.offloaded_from or self.flat.device
+
+    @property
+    def segment_size(self) -> int:
+        """Elements of this rank's segment."""
+        return self.flat.numel()
+
+    def set_reduction(self, op: str = "avg", divide_factor: float | None = None) -> None:
+        """Decide what divides gradients, and take a new key: graphs that are captured from now on keep to it."""
+        groups = self.groups
+        self.reduction = plan_reduction(
+            groups.shard_size, groups.replicate_size, self.dtypes.reduce, op, divide_factor
+        )
+        stored = [(tuple(s.cut.storage_shape), s.cut.dim) for s in self.slots]
+        sizes = (self.layout.size, self.segment_size, groups.shard_size, groups.replicate_size)
+        graphs_depend_on = (self.dtypes, self.reduction, str(self.device), bool(self.unreduced.sinks))
+        self.key = registry.register(self, (stored, tuple(self.layout.tensor_to_offset), sizes, graphs_depend_on))
 
     def gap_ranges(self) -> list[Range]:
         """The parts of the layout that belong to no tensor, ascending."""
@@ -124,7 +140,7 @@ class ParamBucket:
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The packed buffer of full gradients (None counts as zeros), reduce dtype, ``layout.size`` elements."""
-        packed = self.flat.new_zeros(self.layout.size, dtype=self.dtypes.reduce)
+        packed = torch.zeros(self.layout.size, dtype=self.dtypes.reduce, device=self.device)
         for view, grad in zip(self.full_params(packed), grads, strict=True):
             if grad is not None:
                 view.copy_(grad)
@@ -147,6 +163,13 @@ class ParamBucket:
         """Say which parameters the running backward gives a gradient: the others' ``.grad`` stays None."""
         self.reduced.update(ids)
 
+    def note(self, stage: Stage, ids: Iterable[int]) -> None:
+        """Say how far the running backward reduces gradients of parameters ``ids``."""
+        if stage == "all":
+            self.note_reduced(ids)
+        else:
+            self.unreduced.note(stage, ids)
+
     def _hand_out(self) -> None:
         """Take the gradient of the flat shard, where autograd left it, and leave nothing there."""
         segment, self.flat.grad = self.flat.grad, None
@@ -161,7 +184,7 @@ class ParamBucket:
         ids, self.reduced = self.reduced, set()
         trainable = {i for i, s in enumerate(self.slots) if s.param.requires_grad}
         self._give(segment, ids & trainable)
-        if (undecided := trainable - ids) and self.divisor > 1:
+        if (undecided := trainable - ids) and self.groups.size > 1:
             self.late.append((segment, undecided))
         self.unit.scope.note_graded(self, sorted(ids & trainable))
 
@@ -297,6 +320,9 @@ class ParamBucket:
             self.slots[i].param._local_tensor = slab  # type: ignore[attr-defined]
         self.flat = nn.Parameter(flat, requires_grad=self.requires_grad)
         self.dtypes = BucketDtypes.of(dtype, self.unit.policy)
+        self.unreduced = Unreduced(self)
+        self.set_reduction(self.unit.reduce_op, self.unit.divide_factor)
+        self.unit.set_stage(self.unit.reduces, self.unit.all_reduces)
         self.follow_requires_grad()
 
     @property
@@ -316,8 +342,10 @@ class ParamBucket:
         twin = object.__new__(ParamBucket)
         memo[id(self)] = twin
         slots = [copy.deepcopy(s, memo) for s in self.slots]
-        twin.__init__(slots, self.layout, self.dtypes, self.groups, flat)  # type: ignore[misc]
+        twin.__init__(slots, self.layout, self.dtypes, self.groups, flat, self.offloaded_from)  # type: ignore[misc]
         twin.name, twin.unit = self.name, copy.deepcopy(self.unit, memo)
+        twin.unreduced = copy.deepcopy(self.unreduced, memo)
+        twin.set_reduction(twin.unit.reduce_op, twin.unit.divide_factor)
         for i, slot in enumerate(slots):
             slot.param._local_tensor = twin.slab(flat.detach(), i).movedim(0, slot.cut.dim)  # type: ignore[attr-defined]
         return twin

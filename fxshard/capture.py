@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import _inductor, _torch
 from fxshard.codegen import Compiled, generate
-from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph
+from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph, stage_of
 from fxshard.graph_calls import before_graph
 from fxshard.inspect.dump import Dump
 from fxshard.inspect.schedule import Step, steps_of
@@ -26,6 +26,7 @@ from fxshard.options import Options
 from fxshard.passes import tag_reshard
 from fxshard.passes.pipeline import rewrite
 from fxshard.plan import Plan, make_plan
+from fxshard.reduction import Stage
 from fxshard.registry import lookup
 
 
@@ -66,11 +67,11 @@ class Capture:
             gm = _inductor.joint_graph_passes(gm, dict(self.options.inductor))
         # What the running code must do around the graph, known before the passes replace these nodes.
         read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER])})
-        reduced = sorted({(key_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
+        reduced = sorted({(key_of(n), stage_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
         launches: list[tuple[bool, str]] = []
         if self.options.fuse:
             buckets = Buckets.of([gm.graph])
-            plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch)
+            plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch, in_flight=self.options.in_flight)
             self.plans[kind] = plan
             rewrite(gm, plan, buckets, lambda stage, g: self.dump.stage(kind, stage, g))
             self.steps[kind] = steps_of(gm.graph, plan)
@@ -85,20 +86,20 @@ class Capture:
 
 
 def _guarded(
-    compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, int]], launches: Sequence[tuple[bool, str]]
+    compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, Stage, int]], launches: Sequence[tuple[bool, str]]
 ) -> Compiled:
     """Before each call: ranks that may differ hear of its collectives, values that were stored elsewhere are taken
     over, and who gets a gradient is noted."""
-    ids: dict[str, list[int]] = {}
-    for key, index in reduced:
-        ids.setdefault(key, []).append(index)
+    ids: dict[tuple[str, Stage], list[int]] = {}
+    for key, stage, index in reduced:
+        ids.setdefault((key, stage), []).append(index)
 
     def run(args: list[Any]) -> Any:
         before_graph(launches)
         for key in read:
             lookup(key).refresh()
-        for key, indices in ids.items():
-            lookup(key).note_reduced(indices)
+        for (key, stage), indices in ids.items():
+            lookup(key).note(stage, indices)
         return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxshard.mesh import MeshGroups
+from fxshard.reduction import Reduction
 
 c10d = torch.ops._c10d_functional
 
@@ -27,17 +28,30 @@ def all_gather(segment: Tensor, groups: MeshGroups) -> Tensor:
     return c10d.wait_tensor(out)
 
 
-def reduce_mean(packed: Tensor, groups: MeshGroups, divisor: float) -> Tensor:
-    """This rank's segment of the sum of ``packed`` over shard and replicate ranks, divided by ``divisor``.
+def reduce_scatter(packed: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
+    """This rank's segment of ``packed`` reduced over the shard ranks: the first stage of a reduction.
 
-    ``packed`` is 1-D, ``shard_size`` segments of equal length. Sum first and divide afterwards, in the dtype of
-    ``packed``: one convention for every form of a step.
+    ``packed`` is 1-D, ``shard_size`` segments of equal length, and may be overwritten. Same dtype.
     """
-    if packed.is_complex():
-        real = reduce_mean(torch.view_as_real(packed).flatten(), groups, divisor)
-        return torch.view_as_complex(real.unflatten(0, (-1, 2)))
+    if reduction.before != 1:
+        packed = packed.div_(reduction.before)
     if groups.reduce is not None:
-        packed = c10d.wait_tensor(c10d.reduce_scatter_tensor(packed, "sum", groups.shard_size, groups.reduce))
+        sent = c10d.reduce_scatter_tensor(_real(packed), reduction.op, groups.shard_size, groups.reduce)
+        packed = _like(packed, c10d.wait_tensor(sent))
+    return packed if reduction.after_shard == 1 else packed.div_(reduction.after_shard)
+
+
+def all_reduce(segment: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
+    """``segment`` (1-D, may be overwritten) reduced over the replicas: the second stage. Same shape and dtype."""
     if groups.replicate is not None:
-        packed = c10d.wait_tensor(c10d.all_reduce(packed, "sum", groups.replicate))
-    return packed if divisor == 1 else packed / divisor
+        sent = c10d.all_reduce(_real(segment), reduction.op, groups.replicate)
+        segment = _like(segment, c10d.wait_tensor(sent))
+    return segment if reduction.after_replicate == 1 else segment.div_(reduction.after_replicate)
+
+
+def _real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer).flatten() if buffer.is_complex() else buffer
+
+
+def _like(buffer: Tensor, received: Tensor) -> Tensor:
+    return torch.view_as_complex(received.unflatten(0, (-1, 2))) if buffer.is_complex() else received

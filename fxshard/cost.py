@@ -17,15 +17,18 @@ def itemsize(dtype: str) -> int:
 
 
 def buffer_bytes(collective: Collective, bucket: BucketFacts) -> int:
-    """Bytes of the whole buffer that a collective moves: gathered, packed, or (all-reduce) one reduced segment."""
+    """Bytes of the whole buffer that a collective moves (gathered, packed, or for an all-reduce one reduced segment), or
+    that is accumulated."""
     if collective.op == "all_gather":
         return bucket.size * itemsize(bucket.gather)
-    elements = bucket.size if collective.op == "reduce_scatter" else bucket.segment
+    elements = bucket.segment if collective.op == "all_reduce" else bucket.size
     return elements * itemsize(bucket.reduce)
 
 
 def wire_bytes(collective: Collective, bucket: BucketFacts) -> int:
-    """Bytes that one rank sends (and receives) for a collective."""
+    """Bytes that one rank sends (and receives) for a collective; none to accumulate."""
+    if collective.op == "accumulate":
+        return 0
     ranks = bucket.replicate_size if collective.op == "all_reduce" else bucket.shard_size
     trips = 2 if collective.op == "all_reduce" else 1
     return trips * buffer_bytes(collective, bucket) * (ranks - 1) // ranks

@@ -11,11 +11,13 @@ from torch import fx
 from fxshard import ops  # noqa: F401  defines the ops named below
 from fxshard.bucket import ParamBucket
 from fxshard.plan import BucketFacts, GatherFact, GraphFacts, ReduceFact
+from fxshard.reduction import Stage, as_stage
 from fxshard.registry import lookup
 
 GATHER = torch.ops.fxshard.gather_param.default
 REDUCE = torch.ops.fxshard.reduce_grad.default
 ADD = torch.ops.aten.add.Tensor
+ADD_WAITING = torch.ops.fxshard.add_waiting.default
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Buckets:
         return Buckets(by_name)
 
     def name(self, key: str) -> str:
-        return next(n for n, b in self.by_name.items() if b.key == key)
+        bucket = lookup(key)  # which may have another key by now
+        return next(n for n, b in self.by_name.items() if b is bucket)
 
     def facts(self) -> tuple[BucketFacts, ...]:
         return tuple(bucket_facts(n, b) for n, b in self.by_name.items())
@@ -56,6 +59,18 @@ def index_of(node: fx.Node) -> int:
     index = node.args[2]
     assert isinstance(index, int)
     return index
+
+
+def stage_of(node: fx.Node) -> Stage:
+    """How far a ``reduce_grad`` reduces."""
+    return as_stage(str(node.args[3])) if len(node.args) > 3 else "all"
+
+
+def scale_of(node: fx.Node) -> fx.Node | None:
+    """What a ``reduce_grad`` multiplies by, if anything."""
+    scale = node.args[4] if len(node.args) > 4 else None
+    assert scale is None or isinstance(scale, fx.Node)
+    return scale
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -92,6 +107,8 @@ def bucket_facts(name: str, bucket: ParamBucket) -> BucketFacts:
         replicate_size=bucket.groups.replicate_size,
         requires_grad=bucket.requires_grad,
         reshard=bucket.unit.reshard_after_forward,
+        reduce_op=bucket.reduction.op,
+        divide=(bucket.reduction.before, bucket.reduction.after_shard, bucket.reduction.after_replicate),
     )
 
 
@@ -105,16 +122,16 @@ def read_graph(graph: fx.Graph, kind: str, buckets: Buckets) -> GraphFacts:
         ids, first = gathers.setdefault(name, (set(), use))
         ids.add(index_of(node))
         gathers[name] = (ids, min(first, use))
-    reductions: dict[str, tuple[set[int], int]] = {}
+    reductions: dict[str, tuple[set[int], int, Stage]] = {}
     for node in nodes_of([graph], [REDUCE]):
         name = buckets.name(key_of(node))
-        ids, ready = reductions.setdefault(name, (set(), 0))
+        ids, ready, stage = reductions.setdefault(name, (set(), 0, stage_of(node)))
         ids.add(index_of(node))
-        reductions[name] = (ids, max(ready, place[source_of(node)]))
+        reductions[name] = (ids, max(ready, place[source_of(node)]), stage)
     present = set(gathers) | set(reductions)
     return GraphFacts(
         kind,
         tuple(f for f in buckets.facts() if f.name in present),
         tuple(GatherFact(n, tuple(sorted(ids)), first) for n, (ids, first) in gathers.items()),
-        tuple(ReduceFact(n, tuple(sorted(ids)), ready) for n, (ids, ready) in reductions.items()),
+        tuple(ReduceFact(n, tuple(sorted(ids)), ready, stage) for n, (ids, ready, stage) in reductions.items()),
     )

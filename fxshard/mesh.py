@@ -31,6 +31,17 @@ class MeshGroups:
     reduce: str | None
     replicate: str | None
 
+    @property
+    def backend(self) -> str | None:
+        """What carries the reductions; None where there is nobody to reduce with."""
+        name = self.reduce or self.replicate
+        return None if name is None else dist.get_backend(_torch.group_of(name))
+
+    @property
+    def size(self) -> int:
+        """Ranks that see different data."""
+        return self.shard_size * self.replicate_size
+
     def role(self, group_name: str) -> str:
         """What a group is for, in words that are the same on every rank: names of groups are not."""
         roles = {self.gather: "shard", self.reduce: "reduce", self.replicate: "replicate"}

@@ -2,13 +2,20 @@
 
 ``fxshard::gather_param(flat_shard, bucket, index)``  the full parameter, gather dtype; one all-gather.
 ``fxshard::reduce_grad(grad, bucket, index)``         its gradient's share of the flat shard: reduced rows at their
-                                                      place, zeros elsewhere, storage dtype; one reduce-scatter.
+                                                      place, zeros elsewhere, storage dtype; one reduction.
 ``fxshard::param_view(gathered, bucket, index)``      a full parameter out of the gathered buffer (after bucketing).
 ``fxshard::pack_grads(grads, bucket, ids)``           the reduce-scatter input from full gradients (after bucketing).
+``fxshard::add_waiting(buffer, bucket, kept, stage)`` a buffer of gradients and those that waited for it since other
+                                                      backwards (after bucketing).
 
-The first two are collective over the bucket's mesh; each is the backward of the other's direction. All have eager
-kernels, so a graph runs at every stage of the pipeline and the unfused graph is the oracle of the fused one. The bucket
-is named by its registry key.
+The first two are collective over the bucket's mesh; each is the backward of the other's direction. Both take a *stage*
+(``fxshard.reduction.Stage``), how far gradients are reduced, a *sink* to which they flow where that is not all the way
+(see ``fxshard.unreduced``), and a *scale*, a tensor of 0 dims that multiplies them. At stage "shard" a share is reduced
+over the shard dim alone, at stage "none" not at all (and as long as the layout); both keep the reduce dtype. What waits
+is not added here but reduced when backward ends.
+
+All have eager kernels, so a graph runs at every stage of the pipeline and the unfused graph is the oracle of the fused
+one. The bucket is named by its registry key.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from torch import Tensor
 
 from fxshard import comm
 from fxshard.bucket import ParamBucket
+from fxshard.reduction import as_stage
 from fxshard.registry import lookup
 
 
@@ -32,10 +40,12 @@ def _padded_rows(bucket: ParamBucket, index: int) -> tuple[list[tuple[int, int]]
 
 
 @torch.library.custom_op("fxshard::gather_param", mutates_args=())
-def gather_param(flat_shard: Tensor, bucket: str, index: int) -> Tensor:
+def gather_param(
+    flat_shard: Tensor, bucket: str, index: int, stage: str = "all", sink: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     b = lookup(bucket)
     slot = b.slots[index]
-    slab = b.slab(flat_shard, index).to(b.dtypes.gather)
+    slab = b.slab(flat_shard, index).to(b.device, b.dtypes.gather)
     rows, longest = _padded_rows(b, index)
     padded = slab.new_zeros(longest, *slab.shape[1:])
     padded[: slab.shape[0]] = slab
@@ -45,43 +55,59 @@ def gather_param(flat_shard: Tensor, bucket: str, index: int) -> Tensor:
 
 
 @gather_param.register_fake
-def _(flat_shard: Tensor, bucket: str, index: int) -> Tensor:
+def _(
+    flat_shard: Tensor, bucket: str, index: int, stage: str = "all", sink: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     b = lookup(bucket)
     b.check_materialised()
-    stored = flat_shard.new_empty(b.layout.tensor_shapes[index], dtype=b.dtypes.gather)
+    stored = flat_shard.new_empty(b.layout.tensor_shapes[index], dtype=b.dtypes.gather, device=b.device)
     return b.slots[index].full_view(stored)
 
 
 @torch.library.custom_op("fxshard::reduce_grad", mutates_args=())
-def reduce_grad(grad: Tensor, bucket: str, index: int) -> Tensor:
+def reduce_grad(grad: Tensor, bucket: str, index: int, stage: str = "all", scale: Tensor | None = None) -> Tensor:
     b = lookup(bucket)
-    b.note_reduced([index])
-    stored = grad.to(b.dtypes.reduce).movedim(b.slots[index].cut.dim, 0)
+    b.note(as_stage(stage), [index])
+    grad = grad.to(b.dtypes.reduce)
+    if scale is not None and stage != "none":  # what waits is scaled when it is reduced
+        grad = grad * scale
+    if stage == "none":
+        return b.pack([grad if i == index else None for i in range(len(b.slots))])
+    stored = grad.movedim(b.slots[index].cut.dim, 0)
     rows, longest = _padded_rows(b, index)
     padded = stored.new_zeros(len(rows), longest, *stored.shape[1:])
     for piece, (first, n) in zip(padded, rows, strict=True):
         piece[:n] = stored[first : first + n]
-    reduced = comm.reduce_mean(padded.flatten(), b.groups, b.divisor).view(padded.shape[1:])
-    share = reduced.new_zeros(b.flat.numel(), dtype=b.dtypes.storage)
+    reduced = comm.reduce_scatter(padded.flatten(), b.groups, b.reduction)
+    if stage == "all":
+        reduced = comm.all_reduce(reduced, b.groups, b.reduction)
+    reduced = reduced.view(padded.shape[1:])
+    share = reduced.new_zeros(b.segment_size, dtype=b.dtypes.storage if stage == "all" else b.dtypes.reduce)
     slab = b.slab(share, index)
     slab.copy_(reduced[: slab.shape[0]])
-    return share
+    return share.to(b.flat.device) if stage == "all" else share
 
 
 @reduce_grad.register_fake
-def _(grad: Tensor, bucket: str, index: int) -> Tensor:
+def _(grad: Tensor, bucket: str, index: int, stage: str = "all", scale: Tensor | None = None) -> Tensor:
     b = lookup(bucket)
-    return grad.new_empty(b.flat.numel(), dtype=b.dtypes.storage)
+    if stage == "all":
+        return grad.new_empty(b.segment_size, dtype=b.dtypes.storage, device=b.flat.device)
+    return grad.new_empty(b.segment_size if stage == "shard" else b.layout.size, dtype=b.dtypes.reduce)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
-    ctx.where = inputs[1:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.bucket, ctx.index, ctx.stage, _, scale = inputs
+    ctx.save_for_backward(*([scale] if scale is not None else []))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None, None]:
     if grad.layout is not torch.strided:
         grad = grad.to_dense()  # of nn.Embedding(sparse=True); a reduce-scatter sends dense buffers
-    return torch.ops.fxshard.reduce_grad(grad, *ctx.where), None, None
+    rest = () if ctx.stage == "all" and not ctx.saved_tensors else (ctx.stage, *ctx.saved_tensors)
+    share = torch.ops.fxshard.reduce_grad(grad, ctx.bucket, ctx.index, *rest)
+    to_flat, to_sink = (share, None) if ctx.stage == "all" else (None, share)
+    return to_flat, None, None, None, to_sink, None
 
 
 gather_param.register_autograd(_backward, setup_context=_setup_context)
@@ -116,3 +142,26 @@ def pack_grads(grads: Sequence[Tensor], bucket: str, ids: Sequence[int]) -> Tens
 def _(grads: Sequence[Tensor], bucket: str, ids: Sequence[int]) -> Tensor:
     b = lookup(bucket)
     return grads[0].new_empty(b.layout.size, dtype=b.dtypes.reduce)
+
+
+@torch.library.custom_op("fxshard::add_waiting", mutates_args=())
+def add_waiting(buffer: Tensor, bucket: str, kept: str, stage: str) -> Tensor:
+    out = buffer.clone()
+    _add_waiting(out, bucket, kept, stage)
+    return out
+
+
+@add_waiting.register_fake
+def _(buffer: Tensor, bucket: str, kept: str, stage: str) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+@torch.library.custom_op("fxshard::add_waiting_", mutates_args=("buffer",))
+def add_waiting_(buffer: Tensor, bucket: str, kept: str, stage: str) -> None:
+    _add_waiting(buffer, bucket, kept, stage)
+
+
+def _add_waiting(buffer: Tensor, bucket: str, kept: str, stage: str) -> None:
+    b = lookup(bucket)
+    ids = b.unreduced.add_to(buffer, as_stage(kept))
+    b.note(as_stage(stage), ids)

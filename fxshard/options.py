@@ -17,6 +17,7 @@ class Options:
     Attributes:
         codegen: "inductor" compiles the rewritten graph; "eager" runs it as it is (fast to compile, for debugging).
         prefetch: how many units ahead all-gathers are launched; 0 launches each at its first use.
+        in_flight: how many units' reductions (of each kind) may be under way; 0 waits for each at its launch.
         fuse: False keeps one collective per parameter, as captured: the oracle of every pass.
         check_order: what to do if generated code launches or waits in another order than the graph: "warn", "error"
             or "off".
@@ -25,6 +26,7 @@ class Options:
 
     codegen: str = "inductor"
     prefetch: int = 1
+    in_flight: int = 1
     fuse: bool = True
     check_order: str = "warn"
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -37,13 +39,15 @@ class Options:
         for name, allowed in (("codegen", ("inductor", "eager")), ("check_order", ("warn", "error", "off"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"option {name!r} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        if self.prefetch < 0:
-            raise ValueError(f"option 'prefetch' counts units and is at least 0, got {self.prefetch}")
+        for name in ("prefetch", "in_flight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"option {name!r} counts units and is at least 0, got {getattr(self, name)}")
 
 
 _KINDS: dict[str, tuple[type, str]] = {
     "codegen": (str, "a string"),
     "prefetch": (int, "an int"),
+    "in_flight": (int, "an int"),
     "fuse": (bool, "a bool"),
     "check_order": (str, "a string"),
     "inductor": (Mapping, "a mapping"),

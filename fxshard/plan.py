@@ -10,7 +10,9 @@ Layer order, not guesses:
   its first use. A unit whose buckets are first used apart, with another unit's between, counts as several.
 * reductions: in order of last gradient, units likewise. Each is launched right after its last gradient and waited for
   when the next unit's gradients are complete, just before that one's launch; the last at the end of the graph. With a
-  replicate stage, the all-reduce of a unit is launched at that wait, and waited for one unit later.
+  replicate stage, the all-reduce of a unit is launched at that wait, and waited for one unit later. ``in_flight`` is
+  how many units of each kind (reduce-scatter, all-reduce) may be on their way; 0 waits for each at its launch.
+* gradients that are not reduced all the way (stage "shard" or "none") leave the graph after the stage they reach.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
+
+from fxshard.reduction import Stage
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class BucketFacts:
     replicate_size: int
     requires_grad: bool
     reshard: bool
+    reduce_op: str = "sum"  # on the wire
+    divide: tuple[float, float, float] = (1.0, 1.0, 1.0)  # before, after reduce-scatter, after all-reduce
 
     @property
     def segment(self) -> int:
@@ -59,11 +65,13 @@ class GatherFact:
 
 @dataclass(frozen=True)
 class ReduceFact:
-    """The graph makes gradients for parameters ``ids`` of a bucket, the last at node number ``ready``."""
+    """The graph makes gradients for parameters ``ids`` of a bucket, the last at node number ``ready``, and reduces them
+    as far as ``stage``."""
 
     bucket: str
     ids: tuple[int, ...]
     ready: int
+    stage: Stage = "all"
 
 
 _F = TypeVar("_F", GatherFact, ReduceFact)
@@ -84,7 +92,7 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A place in a graph: ``at`` is "start", "end", "first use" (of the collective's own data), "last gradient", or,
+    """A place in a graph: ``at`` is "start", "end", "first use" (of the collective's own data), "last gradient", "at launch" (its own), or,
     with a bucket, "after wait", "before wait" or "before launch" of that bucket's first collective of the same kind
     (gathers or reductions)."""
 
@@ -98,7 +106,8 @@ class Anchor:
 @dataclass(frozen=True)
 class Collective:
     """One fused collective of a graph: all_gather, reduce_scatter or all_reduce. Where the group has one rank the
-    collective is not in the graph, but what it stands for (a full parameter, a mean gradient) is."""
+    collective is not in the graph, but what it stands for (a full parameter, a mean gradient) is. Gradients that are
+    not reduced at all are an "accumulate": packed, and no collective."""
 
     op: str
     bucket: str
@@ -116,6 +125,7 @@ class Plan:
     buckets: tuple[BucketFacts, ...]
     gathers: tuple[Collective, ...]
     reductions: tuple[Collective, ...]
+    in_flight: int = 1
 
     def bucket(self, name: str) -> BucketFacts:
         return next(b for b in self.buckets if b.name == name)
@@ -134,6 +144,7 @@ class Plan:
                 tuple(BucketFacts(**{k: _frozen(v) for k, v in b.items()}) for b in raw["buckets"]),
                 tuple(_collective(c) for c in raw["gathers"]),
                 tuple(_collective(c) for c in raw["reductions"]),
+                raw["in_flight"],
             )
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a plan in JSON as Plan.to_json writes it: {e}") from e
@@ -149,16 +160,17 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
 
 
-def make_plan(facts: GraphFacts, *, prefetch: int = 1) -> Plan:
-    """Decide launch and wait of every collective. Deterministic; ``ValueError`` for a negative ``prefetch``.
+def make_plan(facts: GraphFacts, *, prefetch: int = 1, in_flight: int = 1) -> Plan:
+    """Decide launch and wait of every collective. Deterministic; ``ValueError`` for a negative number.
 
-    ``prefetch`` is how many units ahead gathers are launched; 0 launches each at its own first use.
+    ``prefetch`` is how many units ahead gathers are launched; 0 launches each at its own first use. ``in_flight`` is
+    how many units' reductions of each kind may be under way; 0 waits for each at its launch.
     """
-    if prefetch < 0:
-        raise ValueError(f"prefetch counts units and is at least 0, got {prefetch}")
-    return Plan(
-        facts.kind, prefetch, facts.buckets, tuple(_plan_gathers(facts, prefetch)), tuple(_plan_reductions(facts))
-    )
+    for name, number in (("prefetch", prefetch), ("in_flight", in_flight)):
+        if number < 0:
+            raise ValueError(f"{name} counts units and is at least 0, got {number}")
+    gathers, reductions = _plan_gathers(facts, prefetch), _plan_reductions(facts, in_flight)
+    return Plan(facts.kind, prefetch, facts.buckets, tuple(gathers), tuple(reductions), in_flight)
 
 
 def _plan_gathers(facts: GraphFacts, prefetch: int) -> list[Collective]:
@@ -175,22 +187,29 @@ def _plan_gathers(facts: GraphFacts, prefetch: int) -> list[Collective]:
     return [Collective("all_gather", g.bucket, g.ids, launches[g.bucket], first_use) for g in ordered]
 
 
-def _plan_reductions(facts: GraphFacts) -> list[Collective]:
+def _plan_reductions(facts: GraphFacts, in_flight: int) -> list[Collective]:
     ordered = sorted(facts.reductions, key=lambda r: (r.ready, r.bucket))
     planned = []
     # Where there is one rank, the mean gradient is there at once, and nothing waits for it.
-    units = _group_by_unit(facts, [r for r in ordered if _ranks(facts.bucket(r.bucket)) > 1])
-    following = {r.bucket: after[0].bucket for unit, after in itertools.pairwise(units) for r in unit}
+    units = _group_by_unit(facts, [r for r in ordered if r.stage != "none" and _ranks(facts.bucket(r.bucket)) > 1])
+    following = {r.bucket: later[0].bucket for unit, later in zip(units, units[in_flight:], strict=False) for r in unit}
     for r in ordered:
         bucket, after = facts.bucket(r.bucket), following.get(r.bucket)
         launch, done = Anchor("last gradient"), Anchor("before launch", after) if after else Anchor("end")
+        if in_flight == 0:
+            done = Anchor("at launch")
+        if r.stage == "none":
+            planned.append(Collective("accumulate", r.bucket, r.ids, launch, launch))
+            continue
         if bucket.shard_size > 1:
             planned.append(Collective("reduce_scatter", r.bucket, r.ids, launch, done))
             launch = Anchor("after wait", r.bucket)
-            if after and facts.bucket(after).shard_size > 1:
+            if in_flight and after and facts.bucket(after).shard_size > 1:
                 done = Anchor("before wait", after)
-        if bucket.replicate_size > 1 or bucket.shard_size == 1:
+        if r.stage == "all" and (bucket.replicate_size > 1 or bucket.shard_size == 1):
             planned.append(Collective("all_reduce", r.bucket, r.ids, launch, done))
+        elif bucket.shard_size == 1:  # nothing to reduce over the shard dim alone
+            planned.append(Collective("accumulate", r.bucket, r.ids, Anchor("last gradient"), Anchor("last gradient")))
     return planned
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxshard import _torch, comm
 from fxshard.agreement import Agreement, Kind, Phase, Ticket
 from fxshard.bucket import ParamBucket
+from fxshard.unreduced import dense
 from fxshard.unshard import SavedParam, Window
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ class Scope:
     def release(self, buckets: Iterable[ParamBucket]) -> None:
         for bucket in buckets:
             self.held.pop(bucket, None)
+
+    def reset(self) -> None:
+        """Forget what a forward or backward that raised left behind."""
+        self.windows.clear()
+        self._regathered.clear()
+        self._running.clear()
+        self.depth, self._backward = 0, _torch.NO_BACKWARD
+        for phases in self._phases.values():
+            phases.clear()
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +174,8 @@ class Scope:
         """The gradient of the flat shard from those of full parameters; None while gradients are not synchronised."""
         self.await_backward()
         if not bucket.unit.reduces:
-            bucket.unreduced.keep(grads)
+            given = [None if g is None else dense(g) for g in grads]
+            bucket.unreduced.keep("none", bucket.pack(given), [i for i, g in enumerate(given) if g is not None])
             return None
         self._want([(Kind.REDUCE, bucket)])
         return bucket.unreduced.reduce(grads)
@@ -186,7 +197,7 @@ class Scope:
         if self._backward == _torch.NO_BACKWARD:
             return
         for bucket in self._buckets():
-            if bucket.unit.reduces and bucket.unreduced.left_over:
+            if bucket.unreduced.due:
                 self._want([(Kind.REDUCE, bucket)])
                 bucket.hand_out(bucket.unreduced.reduce(()))
         graded: dict[ParamBucket, set[int]] = {}
@@ -255,7 +266,7 @@ class Scope:
                 bucket.hand_out(bucket.unreduced.reduce(()))
             else:
                 bucket.refresh()
-                comm.all_gather(bucket.flat.detach().to(bucket.dtypes.gather), bucket.groups)
+                comm.all_gather(bucket.flat.detach().to(bucket.device, bucket.dtypes.gather), bucket.groups)
 
     def _buckets(self) -> list[ParamBucket]:
         return [b for u in self.units for b in u.buckets]

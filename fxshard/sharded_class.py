@@ -21,7 +21,8 @@ from fxshard import _torch, ops  # noqa: F401  defines gather_param
 from fxshard.bucket import ParamBucket
 from fxshard.own_references import members_for
 from fxshard.scope import Scope
-from fxshard.unit import ParamRead, ShardedModule, Unit
+from fxshard.sharded_module import ShardedModule
+from fxshard.unit import ParamRead, Unit
 
 _classes: weakref.WeakValueDictionary[tuple[type, frozenset[str], frozenset[str]], type] = weakref.WeakValueDictionary()
 
@@ -123,25 +124,13 @@ def read(source: ParamRead, held: Tensor) -> Tensor:
 
 
 def _traced_read(unit: Unit, bucket: ParamBucket, index: int) -> Tensor:
-    slot, flat = bucket.slots[index], bucket.flat
-    if slot.detached:
-        return torch.ops.fxshard.gather_param(flat.detach(), bucket.key, index)
-    if slot.sink is not None and flat.requires_grad and not (unit.reduces and unit.all_reduces):
-        return _Divert.apply(torch.ops.fxshard.gather_param(flat.detach(), bucket.key, index), slot.sink)
-    return torch.ops.fxshard.gather_param(flat, bucket.key, index)
-
-
-class _Divert(torch.autograd.Function):
-    """A full parameter as it is, whose gradient goes to a sink; see ``fxshard.unreduced``."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, sink: Tensor) -> Tensor:
-        ctx.dtype = sink.dtype
-        return full.view_as(full)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        return None, grad.to(ctx.dtype)
+    gather, flat = torch.ops.fxshard.gather_param, bucket.flat
+    if bucket.slots[index].detached:
+        return gather(flat.detach(), bucket.key, index)
+    stage, scale = unit.stage, unit.scale
+    if stage != "all" and flat.requires_grad:
+        return gather(flat.detach(), bucket.key, index, stage, bucket.unreduced.sinks[stage], scale)
+    return gather(flat, bucket.key, index) if scale is None else gather(flat, bucket.key, index, stage, None, scale)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,16 @@
-"""Unit: modules whose parameters are gathered together; and what fxshard's modules can do beyond ``nn.Module``."""
+"""Unit: modules whose parameters are gathered together, and what holds for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard.bucket import ParamBucket, ParamSlot
+from fxshard.reduction import Stage
 from fxshard.scope import Scope
 
 
@@ -25,8 +26,16 @@ class Unit:
     reshard_by_default: bool = False  # the user left it open: True for inner units, False for the outermost
     name: str = ""
     reduces: bool = True  # backward reduces gradients; else they wait, see fxshard.unreduced
-    all_reduces: bool = True  # on a (replicate, shard) mesh: the second stage of that too
+    all_reduces: bool = True  # the second stage of that too
+    reduce_op: str = "avg"  # one of fxshard.reduction.OPS
+    divide_factor: float | None = None  # in place of the number of ranks
+    scale: Tensor | None = None  # 0 dims: multiplies packed gradients before they are reduced
     _ran: set[int] = field(default_factory=set)
+
+    @property
+    def stage(self) -> Stage:
+        """How far backward reduces gradients."""
+        return "none" if not self.reduces else "all" if self.all_reduces else "shard"
 
     def ran(self, module: nn.Module) -> bool:
         """Note that one of the modules finished its forward; True when all have, and the window may close."""
@@ -36,11 +45,30 @@ class Unit:
         self._ran.clear()
         return True
 
-    def set_reduces(self, reduces: bool, all_reduces: bool) -> None:
+    def set_stage(self, reduces: bool, all_reduces: bool) -> None:
+        """Say how far backward reduces. The first time that it is not all the way, compiled graphs get sinks."""
         self.reduces, self.all_reduces = reduces, all_reduces
-        if not (reduces and all_reduces):
+        if self.stage != "all":
             for bucket in self.buckets:
-                bucket.unreduced.make_sinks()
+                if not bucket.unreduced.sinks:
+                    bucket.unreduced.make_sinks()
+                    bucket.set_reduction(self.reduce_op, self.divide_factor)
+
+    def set_reduction(self, op: str, divide_factor: float | None) -> None:
+        """Change what divides gradients; graphs that hold another division are not used any more."""
+        if (op, divide_factor) != (self.reduce_op, self.divide_factor):
+            self.reduce_op, self.divide_factor = op, divide_factor
+            for bucket in self.buckets:
+                bucket.set_reduction(op, divide_factor)
+
+    def set_scale(self, factor: Any) -> None:
+        """Take a factor as it is now; a new value does not change the tensor that graphs read."""
+        if factor is None:
+            self.scale = None
+            return
+        if self.scale is None:
+            self.scale = torch.ones((), dtype=torch.float32, device=self.buckets[0].device if self.buckets else None)
+        self.scale.copy_(factor.detach().reshape(())) if isinstance(factor, Tensor) else self.scale.fill_(factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,71 +84,7 @@ class ParamRead:
         return self.bucket.slots[self.index]
 
 
-class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns; the parameters are gathered already."""
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-
-class ShardedModule:
-    """Mixed into the class of every module that fxshard changed: units' own modules and owners of parameters.
-
-    The methods are those of ``torch.distributed.fsdp.FSDPModule``, with the same meaning.
-    """
-
-    _fxshard_unit: Unit | None = None
-    _fxshard_reads: dict[str, ParamRead]
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after forward and gathered again for backward, from the next call on."""
-        _check_flag("reshard_after_forward", reshard_after_forward)
-        for unit in units_of(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.reshard_by_default = False
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over ranks. While it does not, they accumulate in full on each rank, and
-        the first backward that does reduces the sum. Set it before forward and backward of a micro-batch."""
-        _check_flag("requires_gradient_sync", requires_gradient_sync)
-        for unit in units_of(self, recurse):
-            unit.set_reduces(requires_gradient_sync, requires_gradient_sync)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a (replicate, shard) mesh, whether backward reduces gradients over the replicas. While it does not,
-        segments reduced over the shard dim accumulate on each rank, and the first backward that does reduces them."""
-        _check_flag("requires_all_reduce", requires_all_reduce)
-        for unit in units_of(self, recurse):
-            unit.set_reduces(unit.reduces, requires_all_reduce)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own unit and keep its parameters full, also outside forward, until ``reshard()``.
-
-        Collective over the unit's shard group. A module that is no unit has nothing of its own to gather.
-        """
-        for unit in units_of(self, recurse=False):
-            unit.scope.hold(unit.buckets)
-        return UnshardHandle() if async_op else None
-
-    def reshard(self) -> None:
-        """Free what ``unshard()`` gathered."""
-        for unit in units_of(self, recurse=False):
-            unit.scope.release(unit.buckets)
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        """``Module._apply``, behind ``to``, ``half``, ``to_empty``; the flat shards follow their parameters."""
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        for bucket in {r.bucket for r in self.__dict__.get("_fxshard_reads", {}).values()}:
-            bucket.follow_storage()
-        return self
-
-
 def units_of(module: Any, recurse: bool = True) -> list[Unit]:
     """The units of a module and, with ``recurse``, of the modules inside it, outermost first, each once."""
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(u for m in modules if (u := getattr(m, "_fxshard_unit", None)) is not None))
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} should be a bool, got {type(value).__name__}")

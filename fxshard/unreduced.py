@@ -1,53 +1,111 @@
 """Gradients that wait for their reduction: accumulation without communication, and a delayed all-reduce.
 
-While a unit does not synchronise gradients, gradients of full parameters are kept on each rank, in the reduce dtype;
-the next reduction adds them to what it reduces. Eager backwards hand them over; in a compiled graph a parameter's
-gradient flows to a *sink* instead, a leaf of the parameter's shape without memory whose ``.grad`` autograd accumulates.
-On a (replicate, shard) mesh the second stage alone can wait: then the reduce-scattered segment is kept.
+A bucket keeps at most two buffers between backwards, both in the reduce dtype: the *packed* gradients of backwards that
+did not reduce (stage "none", as long as the layout, one per rank), and the *segment* of backwards that reduced over the
+shard dim alone (stage "shard", 1/W as long). Each is one buffer that every further backward adds to in one kernel, at
+the layout's offsets, so gradients of different sets of parameters never mix. The next reduction that goes further adds
+what waits to what it reduces.
+
+Eager backwards hand gradients over. In a compiled graph they flow to a *sink*, a leaf of the buffer's length without
+memory, and what autograd accumulates there is taken over; ``fxshard::add_waiting`` is where a graph takes what waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import copy
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxshard import comm
+from fxshard.reduction import Stage
 
 if TYPE_CHECKING:
     from fxshard.bucket import ParamBucket
 
 
+@dataclass
+class Waiting:
+    """A buffer of gradients of parameters ``ids``; ``version`` is the flat shard's when the first came."""
+
+    buffer: Tensor
+    ids: set[int]
+    version: int
+
+
 class Unreduced:
-    """What one bucket keeps. Every method that reduces is collective over the bucket's mesh."""
+    """What one bucket keeps. ``reduce`` is collective over the bucket's mesh, nothing else is."""
 
     def __init__(self, bucket: ParamBucket) -> None:
         self._bucket = bucket
-        self._kept: dict[int, Tensor] = {}
-        self._segment: Tensor | None = None  # reduce-scattered, not yet all-reduced
-        self._segment_ids: set[int] = set()
+        self._waiting: dict[Stage, Waiting] = {}
+        self._noted: dict[Stage, set[int]] = {"none": set(), "shard": set()}
+        self.sinks: dict[str, Tensor] = {}
 
     @property
-    def left_over(self) -> bool:
-        """Whether something waits."""
-        return bool(self._kept or self._diverted()) or self._segment is not None
+    def ids(self) -> set[int]:
+        """Parameters whose gradients wait."""
+        return {i for waiting in self._waiting.values() for i in waiting.ids}
 
-    def keep(self, grads: Sequence[Tensor | None]) -> None:
-        """Add full gradients, by parameter id, to what waits."""
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                self._add(self._kept, i, grad)
+    @property
+    def due(self) -> bool:
+        """Whether something waits that the unit's present settings let a backward reduce."""
+        unit = self._bucket.unit
+        return unit.reduces and ("none" in self._waiting or ("shard" in self._waiting and unit.all_reduces))
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unreduced:
+        twin = Unreduced(copy.deepcopy(self._bucket, memo))
+        twin._waiting = copy.deepcopy(self._waiting, memo)
+        if self.sinks:
+            twin.make_sinks()
+        return twin
 
     def make_sinks(self) -> None:
-        """Give every parameter of the bucket a sink, for graphs that are compiled from now on."""
+        """Give graphs that are compiled from now on leaves for gradients that wait."""
         b = self._bucket
-        for slot in b.slots:
-            if slot.sink is None:
-                zero = torch.zeros((), dtype=b.dtypes.reduce, device=b.flat.device)
-                slot.sink = zero.expand(slot.cut.shape).requires_grad_()
+        for stage, length in (("none", b.layout.size), ("shard", b.segment_size)):
+            if stage not in self.sinks:
+                zero = torch.zeros((), dtype=b.dtypes.reduce, device=b.device)
+                sink = zero.expand(length).requires_grad_()
+                sink.register_post_accumulate_grad_hook(lambda sink, stage=stage: self._take_over(sink, stage))  # type: ignore[misc]
+                self.sinks[stage] = sink
+
+    def note(self, stage: Stage, ids: Iterable[int]) -> None:
+        """Say whose gradients the running backward sends to the sink of a stage."""
+        self._noted[stage].update(ids)
+
+    def _take_over(self, sink: Tensor, stage: Stage) -> None:
+        buffer, sink.grad = sink.grad, None
+        ids, self._noted[stage] = self._noted[stage], set()
+        assert buffer is not None
+        self.keep(stage, buffer, ids)
+
+    def keep(self, stage: Stage, buffer: Tensor, ids: Iterable[int]) -> None:
+        """Add gradients reduced as far as ``stage`` to what waits there."""
+        waiting = self._waiting.get(stage)
+        if waiting is None:
+            self._waiting[stage] = Waiting(buffer, set(ids), self._bucket.flat._version)
+            return
+        self._check_version(waiting)
+        waiting.buffer.add_(buffer)
+        waiting.ids.update(ids)
+
+    def add_to(self, buffer: Tensor, kept: Stage) -> set[int]:
+        """Add what waits at a stage to ``buffer``, in place, and forget it. Returns whose gradients those are."""
+        waiting = self._waiting.pop(kept, None)
+        if waiting is None:
+            return set()
+        self._check_version(waiting)
+        buffer.add_(waiting.buffer)
+        return waiting.ids
 
     def reduce(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The grad segment, storage dtype, of full gradients (by id; may be empty) and all that waits.
@@ -55,46 +113,32 @@ class Unreduced:
         Tells the bucket whose gradients are in it. None where the all-reduce is delayed.
         """
         b = self._bucket
-        full = {i: _dense(g) for i, g in enumerate(grads) if g is not None}
-        for waiting in (self._kept, self._taken_from_sinks()):
-            for i, grad in waiting.items():
-                self._add(full, i, grad)
-        self._kept = {}
-        segment = self._reduced(b.pack([full.get(i) for i in range(len(b.slots))]), set(full))
-        return None if segment is None else segment.to(b.dtypes.storage)
-
-    def _reduced(self, packed: Tensor, ids: set[int]) -> Tensor | None:
-        b, groups = self._bucket, self._bucket.groups
-        if groups.replicate is None or (b.unit.all_reduces and self._segment is None):
-            b.note_reduced(ids)
-            return comm.reduce_mean(packed, groups, b.divisor)
-        segment = comm.reduce_mean(packed, replace(groups, replicate=None), 1.0)
-        self._segment = segment if self._segment is None else self._segment + segment
-        self._segment_ids |= ids
+        ids = {i for i, g in enumerate(grads) if g is not None}
+        packed = b.pack([None if g is None else dense(g) for g in grads] or [None] * len(b.slots))
+        ids |= self.add_to(packed, "none")
+        if b.unit.scale is not None:
+            packed.mul_(b.unit.scale)
+        segment = comm.reduce_scatter(packed, b.groups, b.reduction)
         if not b.unit.all_reduces:
+            self.keep("shard", segment, ids)
             return None
-        segment, self._segment = self._segment, None
-        ids, self._segment_ids = self._segment_ids, set()
+        ids |= self.add_to(segment, "shard")
         b.note_reduced(ids)
-        return comm.reduce_mean(segment, replace(groups, reduce=None), b.divisor)
+        return comm.all_reduce(segment, b.groups, b.reduction).to(b.flat.device, b.dtypes.storage)
 
-    def _diverted(self) -> dict[int, Tensor]:
-        sinks = {i: s.sink for i, s in enumerate(self._bucket.slots) if s.sink is not None}
-        return {i: sink.grad for i, sink in sinks.items() if sink.grad is not None}
-
-    def _taken_from_sinks(self) -> dict[int, Tensor]:
-        taken = self._diverted()
-        for i in taken:
-            self._bucket.slots[i].sink.grad = None  # type: ignore[union-attr]
-        return taken
-
-    def _add(self, to: dict[int, Tensor], i: int, grad: Tensor) -> None:
-        before = to.get(i)
-        dtype = self._bucket.dtypes.reduce
-        # Not in place: what autograd hands over may be shared with others.
-        to[i] = _dense(grad).to(dtype) if before is None else before.to(dtype) + _dense(grad).to(dtype)
+    def _check_version(self, waiting: Waiting) -> None:
+        if waiting.version == self._bucket.flat._version:
+            return
+        waiting.version = self._bucket.flat._version
+        names = ", ".join(self._bucket.slots[i].name for i in sorted(waiting.ids)[:4])
+        warnings.warn(
+            f"parameters of unit {self._bucket.unit.name!r} were changed (an optimizer step?) while gradients of {names} "
+            "waited for their reduction, so that step went without them; run the last micro-batch before a step with "
+            "set_requires_gradient_sync(True) and set_requires_all_reduce(True)",
+            stacklevel=2,
+        )
 
 
-def _dense(grad: Tensor) -> Tensor:
+def dense(grad: Tensor) -> Tensor:
     """Sparse gradients (``nn.Embedding(sparse=True)``) are reduced as dense ones."""
     return grad if grad.layout is torch.strided else grad.to_dense()

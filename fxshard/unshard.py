@@ -26,7 +26,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(flat: Tensor, window: Window) -> tuple[Tensor, ...]:
         bucket = window.bucket
-        gathered = comm.all_gather(flat.detach().to(bucket.dtypes.gather), bucket.groups)
+        gathered = comm.all_gather(flat.detach().to(bucket.device, bucket.dtypes.gather), bucket.groups)
         window.remember(gathered)
         return tuple(bucket.full_params(gathered))
 
@@ -98,7 +98,7 @@ class Window:
         if self.regathered is None:
             self.bucket.unit.scope.prepare_regather(self)
             with torch.no_grad():
-                flat = self.bucket.flat.detach().to(self.bucket.dtypes.gather)
+                flat = self.bucket.flat.detach().to(self.bucket.device, self.bucket.dtypes.gather)
                 self.regathered = comm.all_gather(flat, self.bucket.groups)
         return self.regathered
 

@@ -1,7 +1,8 @@
 """Merge the gathers of one bucket into one all-gather.
 
 before:  w0 = gather_param(flat, b, 0);  w1 = gather_param(flat, b, 1);  ...
-after:   c = convert_element_type(flat, gather dtype)          only where the dtypes differ
+after:   d = _to_copy(flat, device)                            only where the flat shard is offloaded
+         c = convert_element_type(d, gather dtype)             only where the dtypes differ
          g = all_gather_into_tensor(c);  full = wait_tensor(g)
          w0 = param_view(full, b, 0);  w1 = param_view(full, b, 1);  ...
 
@@ -18,9 +19,10 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
-from fxshard.facts import GATHER, Buckets, nodes_of
+from fxshard.facts import GATHER, Buckets, key_of, nodes_of
 from fxshard.passes.rewrite import call, convert, fake_of, mark
 from fxshard.plan import Plan
+from fxshard.registry import lookup
 
 NAME = "bucket_all_gather"
 _c10d = torch.ops._c10d_functional
@@ -35,7 +37,7 @@ def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
 
 def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> None:
     bucket = buckets.by_name[name]
-    reads = [n for n in nodes_of([graph], [GATHER]) if n.args[1] == bucket.key]
+    reads = [n for n in nodes_of([graph], [GATHER]) if lookup(key_of(n)) is bucket]
     place = {n: i for i, n in enumerate(graph.nodes)}
     uses = [u for n in reads for u in n.users]
     first = min(uses or reads, key=lambda n: place[n])
@@ -57,8 +59,10 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> None:
 
 def _gather(graph: fx.Graph, bucket: ParamBucket, flat: fx.Node, name: str) -> fx.Node:
     groups, node = bucket.groups, flat
+    if bucket.offloaded_from is not None:
+        node = mark(name, call(graph, _aten._to_copy.default, flat, device=bucket.device))
     if fake_of(flat).dtype != bucket.dtypes.gather:
-        node = mark(name, convert(graph, flat, bucket.dtypes.gather))
+        node = mark(name, convert(graph, node, bucket.dtypes.gather))
     if groups.gather is None:
         return node
     is_complex = bucket.dtypes.gather.is_complex

@@ -2,14 +2,19 @@
 
 before:  r0 = reduce_grad(g0, b, 0);  r1 = reduce_grad(g1, b, 1);  flat_grad = add(r0, r1)
 after:   p = pack_grads([g0, g1], b, [0, 1])                    full gradients at their offsets, reduce dtype
-         r = reduce_scatter_tensor(p, "sum");  s = wait_tensor(r)
-         [t = all_reduce(s, "sum");  s = wait_tensor(t)]        where the mesh has replicas
-         flat_grad = convert_element_type(div(s, ranks), storage dtype)
+         [p = add_waiting(p, b, "none", "all")]                where a unit ever accumulated without reducing
+         [p = mul(p, scale)]                                    where it has a scaling factor
+         r = reduce_scatter_tensor(p, "sum");  s = div(wait_tensor(r), shard ranks)
+         [s = add_waiting(s, b, "shard", "all")]
+         [t = all_reduce(s, "sum");  s = div(wait_tensor(t), replicas)]     where the mesh has replicas
+         flat_grad = convert_element_type(s, storage dtype)
 
-The merged nodes stand after the last gradient. Gradients of one parameter that is used several times are summed in the
-reduce dtype before they are packed. Sum then division, in the reduce dtype, is the one convention of fxshard.
+At stage "shard" the chain ends behind the reduce-scatter, at stage "none" behind the pack. The merged nodes stand after
+the last gradient. Gradients of one parameter that is used several times are summed in the reduce dtype before they are
+packed. Divisors are those of ``fxshard.reduction``.
 
-Leaves alone: a bucket whose shares are used otherwise than in one sum of them all (a ``Refusal`` says so).
+Leaves alone (a ``Refusal`` says so): a bucket whose shares are used otherwise than in one sum of them all, or whose
+shares differ in stage or scale.
 """
 
 from __future__ import annotations
@@ -17,15 +22,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
-from fxshard.facts import ADD, REDUCE, Buckets, index_of, source_of
-from fxshard.passes.rewrite import call, convert, mark
+from fxshard.facts import ADD, ADD_WAITING, REDUCE, Buckets, index_of, key_of, scale_of, source_of, stage_of
+from fxshard.passes.rewrite import call, convert, fake_of, mark
 from fxshard.plan import Plan
+from fxshard.reduction import Stage
+from fxshard.registry import lookup
 
 NAME = "bucket_reduce_scatter"
 _c10d = torch.ops._c10d_functional
@@ -53,11 +61,14 @@ def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
 
 def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     bucket = buckets.by_name[name]
-    sums = _sums(graph, bucket.key)
+    sums = _sums(graph, bucket)
     tops = [n for n in sums if any(user not in sums for user in n.users)]
-    if len(tops) != 1:
+    ways = {(stage_of(n), scale_of(n)) for n in sums if n.target is REDUCE}
+    if len(tops) != 1 or len(ways) != 1:
         because = "its parameters' shares are used by something else than one sum of them all"
-        return Refusal(name, bucket.key, because)
+        if len(ways) != 1:
+            because = "its parameters' shares are reduced as far as different stages, or scaled differently"
+        return Refusal(name, key_of(next(iter(sums))), because)
     shares = _added_up(tops[0], sums)
     place = {n: i for i, n in enumerate(graph.nodes)}
     last = max(map(source_of, shares), key=lambda n: place[n])
@@ -68,8 +79,9 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
         anchor = graph.call_function(_aten.alias.default, (last,))  # a place to insert before; erased below
     with graph.inserting_before(anchor):
         grads, ids = [source_of(s) for s in ordered], [index_of(s) for s in ordered]
-        packed = call(graph, torch.ops.fxshard.pack_grads.default, grads, bucket.key, ids)
-        grad = _reduce(graph, bucket, packed, name)
+        key = key_of(shares[0])
+        packed = call(graph, torch.ops.fxshard.pack_grads.default, grads, key, ids)
+        grad = _Chain(graph, bucket, key, name).reduce(packed, *next(iter(ways)))
     tops[0].replace_all_uses_with(grad)
     graph.erase_node(anchor)
     for node in reversed(sums):
@@ -77,11 +89,11 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     return None
 
 
-def _sums(graph: fx.Graph, key: str) -> dict[fx.Node, None]:
+def _sums(graph: fx.Graph, bucket: ParamBucket) -> dict[fx.Node, None]:
     """The bucket's shares and every sum of nothing else, in graph order."""
     sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        is_share = node.target is REDUCE and node.args[1] == key
+        is_share = node.target is REDUCE and lookup(key_of(node)) is bucket
         if is_share or (node.target is ADD and not node.kwargs and all(arg in sums for arg in node.args)):
             sums[node] = None
     return sums
@@ -98,23 +110,57 @@ def _added_up(total: fx.Node, sums: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in sums if n.target is REDUCE for _ in range(times[n])]
 
 
-def _reduce(graph: fx.Graph, bucket: ParamBucket, packed: fx.Node, name: str) -> fx.Node:
-    groups, node = bucket.groups, packed
-    is_complex = bucket.dtypes.reduce.is_complex and (groups.reduce is not None or groups.replicate is not None)
-    if is_complex:
-        node = call(graph, _aten.view.default, call(graph, _aten.view_as_real.default, node), [-1])
-    stages: list[tuple[object, tuple[object, ...]]] = []
-    if groups.reduce is not None:
-        stages.append((_c10d.reduce_scatter_tensor.default, ("sum", groups.shard_size, groups.reduce)))
-    if groups.replicate is not None:
-        stages.append((_c10d.all_reduce.default, ("sum", groups.replicate)))
-    for op, args in stages:
-        launch = mark(name, call(graph, op, node, *args))
-        node = mark(name, call(graph, _c10d.wait_tensor.default, launch))
-    if is_complex:
-        node = call(graph, _aten.view_as_complex.default, call(graph, _aten.view.default, node, [-1, 2]))
-    if bucket.divisor != 1:
-        node = mark(name, call(graph, _aten.div.Tensor, node, float(bucket.divisor)))
-    if bucket.dtypes.storage != bucket.dtypes.reduce:
-        node = mark(name, convert(graph, node, bucket.dtypes.storage))
-    return node
+@dataclass(frozen=True)
+class _Chain:
+    """The nodes of one bucket's reduction, made at the graph's insertion point."""
+
+    graph: fx.Graph
+    bucket: ParamBucket
+    key: str
+    name: str
+
+    def reduce(self, packed: fx.Node, stage: Stage, scale: fx.Node | None) -> fx.Node:
+        """What the stage gives of packed gradients."""
+        if stage == "none":
+            return packed
+        groups, rule = self.bucket.groups, self.bucket.reduction
+        node = self._with_waiting(packed, "none", stage)
+        if scale is not None:
+            node = self._call(_aten.mul.Tensor, node, scale)
+        node = self._divide(node, rule.before)
+        if groups.reduce is not None:
+            node = self._collective(node, _c10d.reduce_scatter_tensor.default, rule.op, groups.shard_size, groups.reduce)
+        node = self._divide(node, rule.after_shard)
+        if stage == "shard":
+            return node
+        node = self._with_waiting(node, "shard", stage)
+        if groups.replicate is not None:
+            node = self._collective(node, _c10d.all_reduce.default, rule.op, groups.replicate)
+        node = self._divide(node, rule.after_replicate)
+        if self.bucket.dtypes.storage != self.bucket.dtypes.reduce:
+            node = mark(self.name, convert(self.graph, node, self.bucket.dtypes.storage))
+        if self.bucket.offloaded_from is not None:
+            node = self._call(_aten._to_copy.default, node, device=self.bucket.flat.device)
+        return node
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return mark(self.name, call(self.graph, target, *args, **kwargs))
+
+    def _with_waiting(self, node: fx.Node, kept: Stage, stage: Stage) -> fx.Node:
+        if not self.bucket.unreduced.sinks:
+            return node
+        return self._call(ADD_WAITING, node, self.key, kept, stage)
+
+    def _divide(self, node: fx.Node, divisor: float) -> fx.Node:
+        return node if divisor == 1 else self._call(_aten.div.Tensor, node, divisor)
+
+    def _collective(self, node: fx.Node, op: Any, *args: Any) -> fx.Node:
+        """Launch and wait; backends know no complex numbers, so those travel as pairs of reals."""
+        is_complex = fake_of(node).dtype.is_complex
+        if is_complex:
+            node = call(self.graph, _aten.view.default, call(self.graph, _aten.view_as_real.default, node), [-1])
+        node = self._call(_c10d.wait_tensor.default, self._call(op, node, *args))
+        if is_complex:
+            pairs = call(self.graph, _aten.view.default, node, [-1, 2])
+            node = call(self.graph, _aten.view_as_complex.default, pairs)
+        return node

@@ -6,6 +6,9 @@ after:   w = view(slice(full, 0, offset, offset + numel), shape)       for a cut
 before:  p = pack_grads([g0, g1], b, [0, 1])
 after:   p = cat([view(g0, -1), view(g1, -1), zeros in the gaps])      in layout order, each cast to the reduce dtype
 
+before:  p = add_waiting(p, b, kept, stage)
+after:   add_waiting_(p, b, kept, stage)                       in place: nothing else reads a buffer before it is sent
+
 A view is no copy: matmuls read the gathered buffer where it lies.
 """
 
@@ -18,20 +21,27 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
-from fxshard.facts import nodes_of
-from fxshard.passes.rewrite import call, convert, fake_of
+from fxshard.facts import ADD_WAITING, key_of, nodes_of, source_of
+from fxshard.passes.rewrite import MARK, call, convert, fake_of, mark
 from fxshard.registry import lookup
 
 NAME = "lower_layout"
 _aten = torch.ops.aten
 VIEW = torch.ops.fxshard.param_view.default
 PACK = torch.ops.fxshard.pack_grads.default
+ADD_WAITING_ = torch.ops.fxshard.add_waiting_.default
 
 
 def run(gm: fx.GraphModule) -> PassResult:
-    found = list(nodes_of([gm.graph], [VIEW, PACK]))
+    found = list(nodes_of([gm.graph], [VIEW, PACK, ADD_WAITING]))
     for node in found:
-        bucket = lookup(node.args[1])  # type: ignore[arg-type]
+        if node.target is ADD_WAITING:
+            with gm.graph.inserting_before(node):
+                mark(node.meta[MARK], gm.graph.call_function(ADD_WAITING_, node.args)).meta["val"] = None
+            node.replace_all_uses_with(source_of(node))
+            gm.graph.erase_node(node)
+            continue
+        bucket = lookup(key_of(node))
         with gm.graph.inserting_before(node):
             lowered = _view(gm.graph, node, bucket) if node.target is VIEW else _pack(gm.graph, node, bucket)
         node.replace_all_uses_with(lowered)

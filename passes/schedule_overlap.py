@@ -80,6 +80,8 @@ def _schedule_reductions(graph: fx.Graph, plan: Plan, op: str, launches: Launche
         launch = launches.get((planned.op, planned.bucket))
         if planned.op != op or launch is None:
             continue
+        if planned.wait.at == "at launch":
+            continue
         tail = _tail(launch)
         order = {n: i for i, n in enumerate(graph.nodes)}
         done = min([_place(graph, plan, planned.wait, launches), *tail[-1].users], key=lambda n: order[n])

@@ -28,7 +28,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxshard import _torch
-from fxshard.facts import GATHER, REDUCE, key_of, nodes_of, source_of
+from fxshard.facts import ADD_WAITING, GATHER, REDUCE, key_of, nodes_of, source_of
 from fxshard.passes import bucket_all_gather, bucket_reduce_scatter, lower_layout, schedule_overlap
 from fxshard.passes.liveness import Lifetime, aliases, lifetimes
 from fxshard.passes.rewrite import MARK, fake_of
@@ -37,6 +37,8 @@ from fxshard.plan import BucketFacts, Collective, Plan
 from fxshard.registry import lookup
 
 _aten = torch.ops.aten
+_SCALES = (_aten.div.Tensor, _aten.mul.Tensor, ADD_WAITING)  # element by element, on a whole buffer
+_COMPLEX_FORMS = (_aten.view.default, _aten.view_as_real.default, _aten.view_as_complex.default)  # pairs of reals
 _PASSES = (bucket_all_gather.NAME, bucket_reduce_scatter.NAME, schedule_overlap.NAME, lower_layout.NAME)
 
 
@@ -136,6 +138,7 @@ def _check_fused(graph: fx.Graph, ran: tuple[str, ...], refused: Container[objec
         REDUCE: bucket_reduce_scatter.NAME,
         lower_layout.VIEW: lower_layout.NAME,
         lower_layout.PACK: lower_layout.NAME,
+        ADD_WAITING: lower_layout.NAME,
     }
     for node in nodes_of([graph], tuple(replaced_by)):
         name = replaced_by[node.target]
@@ -184,6 +187,8 @@ def _reductions_of_frozen(graph: fx.Graph, launches: list[fx.Node], plan: Plan) 
 
 def _communicates(collective: Collective, bucket: BucketFacts) -> bool:
     """Whether a planned collective spans more than one rank, and so is in the graph."""
+    if collective.op == "accumulate":
+        return False
     return (bucket.replicate_size if collective.op == "all_reduce" else bucket.shard_size) > 1
 
 
@@ -231,6 +236,8 @@ def _check_buffers(launch: fx.Node, bucket: BucketFacts) -> None:
 
 
 def _is_reduced_segment(node: fx.Node, bucket: BucketFacts) -> bool:
+    while node.target in _SCALES or node.target in _COMPLEX_FORMS:
+        node = source_of(node)
     if node.target is not WAIT:
         return False
     launch = source_of(node)
@@ -276,7 +283,7 @@ def _only(node: fx.Node) -> fx.Node:
 
 def _check_packed(launch: fx.Node, bucket: BucketFacts, planned: Collective) -> None:
     packed = source_of(launch)
-    while packed.target in (_aten.view.default, _aten.view_as_real.default):  # complex gradients, as pairs of reals
+    while packed.target in (*_SCALES, _aten.view.default, _aten.view_as_real.default):
         packed = source_of(packed)
     places = _places(bucket, planned.ids)
     if packed.target is lower_layout.PACK:
@@ -327,13 +334,14 @@ def _check_saved(graph: fx.Graph, launches: list[fx.Node], plan: Plan) -> None:
 
 def _check_budget(graph: fx.Graph, plan: Plan) -> None:
     found = lifetimes(graph, plan)
-    limits = {"all_gather": max(plan.prefetch, 1), "reduce_scatter": 1, "all_reduce": 1}
+    flying = max(plan.in_flight, 1)
+    limits = {"all_gather": max(plan.prefetch, 1), "reduce_scatter": flying, "all_reduce": flying}
     for now in found:
         pending = [f for f in found if f.op == now.op and f.start <= now.start < f.waited]
         units = dict.fromkeys(plan.bucket(f.bucket).unit for f in pending)
         if len(units) > limits[now.op]:
             asked = f"prefetch {plan.prefetch} allows {limits[now.op]}"
-            allowed = asked if now.op == "all_gather" else "one is reduced while the next is computed"
+            allowed = asked if now.op == "all_gather" else f"in_flight {plan.in_flight} allows {limits[now.op]}"
             raise VerifyError(
                 f"when {_said(now.launch)} is launched, {now.op}s of {len(units)} units are launched and not waited "
                 f"for ({_said_sizes(pending)}), but {allowed}; launch it later or wait for the first one earlier",

@@ -36,9 +36,9 @@ class Net(nn.Module):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts calls of collectives: all_gather and reduce_mean on buckets, and messages between ranks."""
+    """Counts calls of collectives: all_gather and reduce_scatter on buckets, and messages between ranks."""
     counts: Counter[str] = Counter()
-    saved = comm.all_gather, comm.reduce_mean, dist.all_reduce
+    saved = comm.all_gather, comm.reduce_scatter, dist.all_reduce
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -48,12 +48,12 @@ def counted() -> Iterator[Counter[str]]:
         return run
 
     comm.all_gather = counting("gather", saved[0])
-    comm.reduce_mean = counting("reduce", saved[1])
+    comm.reduce_scatter = counting("reduce", saved[1])
     dist.all_reduce = counting("message", saved[2])
     try:
         yield counts
     finally:
-        comm.all_gather, comm.reduce_mean, dist.all_reduce = saved
+        comm.all_gather, comm.reduce_scatter, dist.all_reduce = saved
 
 
 def step(model: nn.Module) -> None:
@@ -164,7 +164,7 @@ def leftovers() -> tuple[int, int, int]:
     units = units_of(model)
     scope = units[0].scope
     late = sum(len(b.late) for u in units for b in u.buckets)
-    return len(scope.windows), late, sum(b.unreduced.left_over for u in units for b in u.buckets)
+    return len(scope.windows), late, sum(len(b.unreduced.ids) for u in units for b in u.buckets)
 
 
 def test_nothing_gathered_or_unreduced_stays_after_a_step(ranks2: RankPool) -> None:

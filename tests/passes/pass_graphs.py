@@ -110,9 +110,11 @@ def backward(buckets: dict[str, ParamBucket]) -> fx.GraphModule:
     return g.output(grad, *grads)
 
 
-def planned(gm: fx.GraphModule, kind: str = "forward", prefetch: int = 1) -> tuple[Plan, Buckets]:
+def planned(
+    gm: fx.GraphModule, kind: str = "forward", prefetch: int = 1, in_flight: int = 1
+) -> tuple[Plan, Buckets]:
     buckets = Buckets.of([gm.graph])
-    return make_plan(read_graph(gm.graph, kind, buckets), prefetch=prefetch), buckets
+    return make_plan(read_graph(gm.graph, kind, buckets), prefetch=prefetch, in_flight=in_flight), buckets
 
 
 def scheduled(gm: fx.GraphModule, kind: str = "forward", prefetch: int = 1) -> fx.GraphModule:
@@ -125,9 +127,11 @@ def scheduled(gm: fx.GraphModule, kind: str = "forward", prefetch: int = 1) -> f
     return gm
 
 
-def finished(gm: fx.GraphModule, kind: str = "forward", prefetch: int = 1) -> tuple[fx.GraphModule, Plan]:
+def finished(
+    gm: fx.GraphModule, kind: str = "forward", prefetch: int = 1, in_flight: int = 1
+) -> tuple[fx.GraphModule, Plan]:
     """The graph after all passes, verified after each."""
-    plan, buckets = planned(gm, kind, prefetch)
+    plan, buckets = planned(gm, kind, prefetch, in_flight)
     return pipeline.rewrite(gm, plan, buckets), plan
 
 

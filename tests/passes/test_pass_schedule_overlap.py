@@ -100,8 +100,8 @@ def test_replicas_are_summed_while_the_next_unit_is_reduced_and_the_one_after_co
         g = Sketch(layers("abcd", mesh), x=(4, 4))
         gm, _ = finished(g.output(*(g.reduce(g.mm(g.x, g.x), name, 0) for name in "dcba")), "backward")
     order = (
-        "mm, rs d, mm, wait d, ar d, rs c, mm, wait d, div, wait c, ar c, rs b,"
-        "mm, wait c, div, wait b, ar b, rs a, wait b, div, wait a, ar a, wait a, div"
+        "mm, rs d, mm, wait d, div, ar d, rs c, mm, wait d, div, wait c, div, ar c, rs b,"
+        "mm, wait c, div, wait b, div, ar b, rs a, wait b, div, wait a, div, ar a, wait a, div"
     )
     assert text(gm, only=SHOWN) == lines(order)
 
@@ -112,6 +112,22 @@ def test_without_shards_replicas_are_summed_right_after_the_last_gradient(fake_w
         g = Sketch(layers("ab", mesh), x=(4, 4))
         gm, _ = finished(g.output(*(g.reduce(g.mm(g.x, g.x), name, 0) for name in "ba")), "backward")
     assert text(gm, only=SHOWN) == lines("mm, ar b, mm, wait b, div, ar a, wait a, div")
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(1, "wait {0}, div"), (2, "wait {0}, div, ar {0}, wait {0}, div")])
+def test_with_nothing_in_flight_every_wait_is_at_its_launch(fake_world: Any, replicas: int, stages: str) -> None:
+    with fake_world(2 * replicas):
+        mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
+        gm, _ = finished(backward(layers("abc", mesh)), "backward", prefetch=0, in_flight=0)
+    order = ", ".join(f"mm, rs {u}, {stages.format(u)}, ag {u}, wait {u}, mm" for u in "cba")
+    assert text(gm, only=SHOWN) == lines(order)
+
+
+def test_two_units_reductions_may_be_in_flight_if_asked_for(two_ranks: None) -> None:
+    g = Sketch(layers("abcd"), x=(4, 4))
+    gm, _ = finished(g.output(*(g.reduce(g.mm(g.x, g.x), name, 0) for name in "dcba")), "backward", in_flight=2)
+    order = "mm, rs d, mm, rs c, mm, wait d, div, rs b, mm, wait c, div, rs a, wait b, div, wait a, div"
+    assert text(gm, only=SHOWN) == lines(order)
 
 
 def test_units_on_meshes_of_different_sizes_wait_for_what_is_communicated(two_ranks: None) -> None:
@@ -133,7 +149,7 @@ def test_where_the_next_units_reductions_were_left_alone_the_one_after_counts(fa
         shares = [g.reduce(g.mm(g.x, g.x), name, 0) for name in "cb"]
         twice = g.reduce(g.mm(g.x, g.x), "b", 0)
         gm, _ = finished(g.output(shares[0], g.relu(shares[1]), twice, g.reduce(g.mm(g.x, g.x), "a", 0)), "backward")
-    rest = ", ar {0}, wait {0}, div" if replicas > 1 else ", div"
+    rest = ", div, ar {0}, wait {0}, div" if replicas > 1 else ", div"
     first, last = (f"wait {name}{rest.format(name)}" for name in "ca")
     assert text(gm, only=SHOWN) == lines(f"mm, rs c, mm, mm, mm, {first}, rs a, {last}")
 

@@ -176,4 +176,4 @@ def test_one_unit_is_reduced_at_a_time(two_ranks: None) -> None:
 
     said = backward_broken_by(reduced_later)
     assert re.search(r"\(reduce_scatter of bucket b\) is launched, reduce_scatters of 2 units are launched", said)
-    assert "(c 144 bytes, b 144 bytes), but one is reduced while the next is computed" in said
+    assert "(c 144 bytes, b 144 bytes), but in_flight 1 allows 1" in said
