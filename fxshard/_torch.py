@@ -66,8 +66,14 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """How long a collective over ``group`` waits for its peers. Checked: 2.13 (gloo)."""
+def other_connection(store: dist.Store) -> dist.Store:
+    """The same store through a connection of its own: a wait keeps one busy. Checked: 2.13."""
+    return store.clone()  # type: ignore[attr-defined]
+
+
+def group_timeout(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
+    """How long a collective over ``group`` (None: the default one) waits for its peers. Checked: 2.13 (gloo)."""
+    group = group or dist.distributed_c10d._get_default_group()
     return group._get_backend(torch.device(device_type)).options._timeout
 
 

@@ -16,10 +16,16 @@ all ranks did last time.
 
 So ranks that run the same code pay for one round a forward and one a backward. That last round also carries which
 parameters got a gradient on any rank, so that ``.grad`` is None on all ranks or on none.
+
+Where all of a forward is compiled nobody waits: each backward *posts* such a message and reads the answer at the next
+one. It says whether another rank ran eager code, and, by a checksum, whether it ran graphs with other collectives: of
+equal sizes those would have been taken for each other, and the gradients be wrong.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -62,6 +68,18 @@ class Phase:
     wanted: set[Ticket] = field(default_factory=set)
 
 
+@dataclass
+class Ran:
+    """The collectives of compiled graphs that ran since the last message, by number: a checksum, and the latest."""
+
+    checksum: int = 0
+    latest: deque[int] = field(default_factory=lambda: deque(maxlen=40))
+
+    def add(self, codes: Sequence[int]) -> None:
+        self.checksum = zlib.crc32(repr(codes).encode(), self.checksum)
+        self.latest.extend(codes)
+
+
 class Agreement:
     """The collectives of one scope of units over one mesh.
 
@@ -83,7 +101,8 @@ class Agreement:
         for b in self.buckets:
             self._first_param.append(self._first_param[-1] + len(b.slots))
         self._graded: set[int] = set()  # numbers of parameters that this rank's backward gave a gradient
-        self._posted: tuple[dist.Work, Tensor] | None = None
+        self._ran = Ran()
+        self._posted: tuple[dist.Work, Tensor, Ran] | None = None
 
     @property
     def _end(self) -> int:
@@ -117,6 +136,10 @@ class Agreement:
         first = self._first_param[self.number[bucket]]
         self._graded.update(first + i for i in ids)
 
+    def note_graph(self, launched: Sequence[tuple[Kind, ParamBucket]]) -> None:
+        """A compiled graph with these collectives, in order, is run by every rank, or else something is wrong."""
+        self._ran.add([self._code(Ticket(kind, self.number[b])) for kind, b in launched if b in self.number])
+
     # -- at its end ---------------------------------------------------------------------------------------------------
 
     def finish(self, phase: Phase) -> list[Ticket]:
@@ -127,16 +150,18 @@ class Agreement:
             if chosen == self._end:
                 break
             self._take_part(phase, self._tickets(chosen, None))
+        self._ran = Ran()
         wanted = {self._ticket(code) for code in said[1 : 1 + self._end].nonzero().flatten().tolist()}
-        self._graded = set(said[1 + self._end :].nonzero().flatten().tolist())
+        self._graded = set(said[1 + self._end : -2].nonzero().flatten().tolist())
         return [t for t in phase.done if t in wanted]
 
     def post(self, phase: Phase) -> None:
         """Say that this rank wants nothing and knows all it needs, without waiting for the others."""
         self._check_posted()
-        message = self._message(phase, self._end)
+        message = self._message(phase, self._end, self._ran.checksum)
         work = dist.all_reduce(message, dist.ReduceOp.MIN, group=control_group(self.mesh), async_op=True)
-        self._posted = (work, message) if work is not None else None
+        self._posted = (work, message, self._ran) if work is not None else None
+        self._ran = Ran()
         self._graded.clear()
 
     def take_graded(self) -> dict[ParamBucket, set[int]]:
@@ -161,9 +186,14 @@ class Agreement:
         """What a number that was chosen stands for; ``own`` if it is this rank's. Collective for a list of several."""
         if code >= 0:
             return [self._ticket(code)]
-        sent: list[Any] = [own]
-        dist.broadcast_object_list(sent, group=control_group(self.mesh), group_src=-1 - code)
-        return sent[0]
+        group, sender = control_group(self.mesh), -1 - code
+        device = _torch.collective_device_type(group)
+        codes = torch.tensor([self._code(t) for t in own or ()], dtype=torch.int64, device=device)
+        count = torch.tensor([len(codes)], device=device)
+        dist.broadcast(count, group=group, group_src=sender)
+        codes = codes if own is not None else torch.empty(int(count), dtype=torch.int64, device=device)
+        dist.broadcast(codes, group=group, group_src=sender)
+        return [self._ticket(c) for c in codes.tolist()]
 
     @property
     def _rank(self) -> int:
@@ -179,10 +209,11 @@ class Agreement:
             phase.done.append(ticket)
             self._join(ticket.kind, self.buckets[ticket.bucket])
 
-    def _message(self, phase: Phase, code: int) -> Tensor:
-        """[what this rank wants, -1 for each collective it wanted, -1 for each parameter with a gradient]."""
-        message = torch.zeros(1 + self._end + self._first_param[-1], dtype=torch.int64)
-        message[0] = code
+    def _message(self, phase: Phase, code: int, checksum: int = 0) -> Tensor:
+        """[what this rank wants, -1 for each collective it wanted, -1 for each parameter with a gradient, checksum of
+        its graphs, the same negated]: so the least of the last two over all ranks shows whether they are equal."""
+        message = torch.zeros(1 + self._end + self._first_param[-1] + 2, dtype=torch.int64)
+        message[0], message[-2], message[-1] = code, checksum, -checksum
         said = [1 + self._code(t) for t in phase.wanted] + [1 + self._end + i for i in self._graded]
         message[said] = -1
         return message.to(_torch.collective_device_type(control_group(self.mesh)))
@@ -197,7 +228,7 @@ class Agreement:
     def _check_posted(self) -> None:
         if self._posted is None:
             return
-        work, message = self._posted
+        work, message, ran = self._posted
         self._posted = None
         work.wait()
         if (code := int(message[0])) != self._end:
@@ -206,6 +237,14 @@ class Agreement:
                 f"ranks went different ways: one of them wants to {ticket.kind.name.lower()} bucket "
                 f"{self.buckets[ticket.bucket].name!r} in eager code, while this rank runs compiled graphs only; let "
                 "every rank compile, or none"
+            )
+        if int(message[-2]) != -int(message[-1]):
+            tickets = map(self._ticket, ran.latest)
+            names = [f"{t.kind.name.lower()} {self.buckets[t.bucket].name}" for t in tickets]
+            raise RuntimeError(
+                "ranks ran different compiled graphs up to the last backward, so their collectives did not match, and "
+                f"the gradients are wrong; rank {dist.get_rank()} ran, at last, {', '.join(names) or 'none'}. Let "
+                "every rank take the same branches"
             )
 
 

@@ -9,14 +9,14 @@ a wrong gradient when a buffer is mutated by the forward graph itself (seen on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxshard import _inductor, _torch
+from fxshard import _inductor, _torch, plan_agreement
 from fxshard.codegen import Compiled, generate
 from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph, stage_of
 from fxshard.graph_calls import before_graph
@@ -58,20 +58,33 @@ class Capture:
             joint = _inductor.joint_graph_passes(joint, dict(self.options.inductor))
         self.dump.stage("joint", "captured", joint)
         tag_reshard.run(joint)
-        return _torch.min_cut_partition(joint, inputs, **kwargs)
+        forward, backward = _torch.min_cut_partition(joint, inputs, **kwargs)
+        self._agree({"forward": forward.graph, "backward": backward.graph})
+        return forward, backward
+
+    def _agree(self, graphs: Mapping[str, fx.Graph]) -> None:
+        """Before anything costly is done for graphs, hear whether the other ranks captured the like."""
+        if self.options.agree:
+            plan_agreement.agree(graphs, self.options, self._plan)
+
+    def _plan(self, graph: fx.Graph, kind: str, buckets: Buckets) -> Plan:
+        facts = read_graph(graph, kind, buckets)
+        return make_plan(facts, prefetch=self.options.prefetch, in_flight=self.options.in_flight)
 
     def _compile_graph(
         self, gm: fx.GraphModule, inputs: Sequence[Any], kind: str, outputs: int, graph_inputs: int
     ) -> Compiled:
         if kind == "inference" and self.options.codegen == "inductor":
             gm = _inductor.joint_graph_passes(gm, dict(self.options.inductor))
+        if kind == "inference":
+            self._agree({kind: gm.graph})
         # What the running code must do around the graph, known before the passes replace these nodes.
         read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER])})
         reduced = sorted({(key_of(n), stage_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
         launches: list[tuple[bool, str]] = []
         if self.options.fuse:
             buckets = Buckets.of([gm.graph])
-            plan = make_plan(read_graph(gm.graph, kind, buckets), prefetch=self.options.prefetch, in_flight=self.options.in_flight)
+            plan = self._plan(gm.graph, kind, buckets)
             self.plans[kind] = plan
             rewrite(gm, plan, buckets, lambda stage, g: self.dump.stage(kind, stage, g))
             self.steps[kind] = steps_of(gm.graph, plan)
@@ -82,11 +95,15 @@ class Capture:
         static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))
         compiled = generate(gm, inputs, kind, self.options, static)
         self.dump.code(kind, _inductor.emitted_code(compiled))
-        return _guarded(compiled, read, reduced, launches)
+        return _guarded(compiled, read, reduced, launches, self.options.agree)
 
 
 def _guarded(
-    compiled: Compiled, read: Sequence[str], reduced: Sequence[tuple[str, Stage, int]], launches: Sequence[tuple[bool, str]]
+    compiled: Compiled,
+    read: Sequence[str],
+    reduced: Sequence[tuple[str, Stage, int]],
+    launches: Sequence[tuple[bool, str]],
+    same_everywhere: bool,
 ) -> Compiled:
     """Before each call: ranks that may differ hear of its collectives, values that were stored elsewhere are taken
     over, and who gets a gradient is noted."""
@@ -95,7 +112,7 @@ def _guarded(
         ids.setdefault((key, stage), []).append(index)
 
     def run(args: list[Any]) -> Any:
-        before_graph(launches)
+        before_graph(launches, same_everywhere)
         for key in read:
             lookup(key).refresh()
         for (key, stage), indices in ids.items():

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from fxshard.scope import Scope
 
 
-def before_graph(launches: Sequence[tuple[bool, str]]) -> None:
+def before_graph(launches: Sequence[tuple[bool, str]], same_everywhere: bool) -> None:
     """Let other ranks know which collectives this rank runs next, where ranks may differ; see ``fxshard.agreement``.
 
     ``launches``: all-gathers (False) and reductions (True) of the graph in launch order, each with its bucket's key.
+    ``same_everywhere``: whether all ranks should run graphs with the same ones, where all of a forward is compiled.
     """
     by_scope: dict[Scope, list[tuple[bool, ParamBucket]]] = {}
     for reduces, key in launches:
         bucket = lookup(key)
         by_scope.setdefault(bucket.unit.scope, []).append((reduces, bucket))
     for scope, of_scope in by_scope.items():
-        scope.before_graph(of_scope)
+        scope.before_graph(of_scope, same_everywhere)

@@ -21,6 +21,9 @@ class Options:
         fuse: False keeps one collective per parameter, as captured: the oracle of every pass.
         check_order: what to do if generated code launches or waits in another order than the graph: "warn", "error"
             or "off".
+        agree: whether ranks compare the plan of each graph before they run it, see ``fxshard.plan_agreement``; False
+            where they differ by right.
+        agree_seconds: how long a rank waits for the others to come to that comparison.
         inductor: settings of torch._inductor.config for this compile, by name.
     """
 
@@ -29,6 +32,8 @@ class Options:
     in_flight: int = 1
     fuse: bool = True
     check_order: str = "warn"
+    agree: bool = True
+    agree_seconds: int = 30
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -42,6 +47,8 @@ class Options:
         for name in ("prefetch", "in_flight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"option {name!r} counts units and is at least 0, got {getattr(self, name)}")
+        if self.agree_seconds < 1:
+            raise ValueError(f"option 'agree_seconds' is at least 1, got {self.agree_seconds}; agree=False is off")
 
 
 _KINDS: dict[str, tuple[type, str]] = {
@@ -50,6 +57,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "in_flight": (int, "an int"),
     "fuse": (bool, "a bool"),
     "check_order": (str, "a string"),
+    "agree": (bool, "a bool"),
+    "agree_seconds": (int, "an int"),
     "inductor": (Mapping, "a mapping"),
 }
 

@@ -222,16 +222,19 @@ class Scope:
             agreement.note_graded(bucket, ids)
 
     @_torch.outside_dynamo
-    def before_graph(self, launches: Sequence[tuple[bool, ParamBucket]]) -> None:
+    def before_graph(self, launches: Sequence[tuple[bool, ParamBucket]], same_everywhere: bool) -> None:
         """A compiled graph is about to run. ``launches``: its collectives in order, (reduces, bucket) each.
 
-        Nothing happens where all of a forward is compiled; inside eager code ranks may run different graphs.
+        Where all of a forward is compiled they are only noted, to be compared later if they should be the
+        ``same_everywhere``; inside eager code ranks may run different graphs.
         """
         self.await_backward()
         gather = self._gather_kind()
         wanted = [(Kind.REDUCE if reduces else gather, b) for reduces, b in launches if reduces or b.groups.gather]
         if wanted:
             self._want(wanted)
+            for agreement in self._all_agreements() if same_everywhere else ():
+                agreement.note_graph(wanted)
 
     def _gather_kind(self) -> Kind:
         forward = self._phases[False] and _torch.current_backward() == _torch.NO_BACKWARD

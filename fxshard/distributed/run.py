@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from fxshard import _torch
 from fxshard.distributed.groups import DistributedState
 from fxshard.distributed.queries import (
     backend,
@@ -25,6 +26,7 @@ from fxshard.distributed.queries import (
     rank,
     size,
 )
+from fxshard.distributed.watch import Watch
 
 
 @contextlib.contextmanager
@@ -44,6 +46,8 @@ def distributed_run(
     - by another exception in a run of several ranks: `abort()`, since taking the group down could wait for peers inside
       a collective that this rank never reaches. The launcher ends the job. In a single process: destroy and propagate.
     A group that was there at entry is left alone, and every exception propagates.
+    In a run of several ranks that it set up, ranks keep watch over each other meanwhile (`fxshard.distributed.watch`):
+    the error of every rank says which rank failed, hangs or is gone, and where.
 
     Raises at entry, changing nothing: `ValueError` for a device that the launch does not bind, a bad environment
     variable or a timeout of another type; `RuntimeError` if CUDA is asked for and not available.
@@ -63,21 +67,32 @@ def distributed_run(
             "the caller; give the timeout to init_process_group",
             stacklevel=3,
         )
+    watch = _watch(bound) if owned and is_distributed_run() else None
     try:
         yield DistributedState(rank(), size(), bound)
-    except SystemExit:
+    except SystemExit as exit:
         if owned:
-            _destroy_with_peers()
+            _destroy_with_peers(watch, f"by SystemExit({exit.code!r})")
         raise
-    except BaseException:
+    except BaseException as error:
         if owned and is_distributed_run():
+            if watch is not None:
+                watch.failed(error)
             abort()
         if owned and is_initialized():
             dist.destroy_process_group()
         raise
     else:
         if owned:
-            _destroy_with_peers()
+            _destroy_with_peers(watch, "at its end")
+    finally:
+        if watch is not None:
+            watch.stop()
+
+
+def _watch(device: torch.device) -> Watch:
+    """This rank's watch over the default group, which serves `device`."""
+    return Watch(_torch.default_store(), rank(), size(), _torch.group_timeout(None, device.type))
 
 
 def abort() -> NoReturn:
@@ -148,17 +163,24 @@ def _init_group(device: torch.device, timeout: timedelta | None) -> None:
         raise
 
 
-def _destroy_with_peers() -> None:
+def _destroy_with_peers(watch: Watch | None, how: str) -> None:
     """Destroy the default group, if it is still there, once every rank has come this far."""
     if not is_initialized():
         return
-    failure: Exception | None = None
+    failure = None
     # nccl's destroy waits for the work in flight; gloo's returns while a peer still computes.
     if is_distributed_run() and "gloo" in (backend() or ""):
+        if watch is not None:
+            watch.leaves(how)
         try:
             barrier()
+            if watch is not None:
+                watch.stop()
+                barrier()  # the process that serves the store must not end before every watch did
         except Exception as error:
-            failure = error
+            failure = f"{error}\n{watch.waited_in_vain()}" if watch is not None else str(error)
+    if watch is not None:
+        watch.stop()
     dist.destroy_process_group()
     if failure is not None:
         warnings.warn(
