@@ -71,10 +71,22 @@ def other_connection(store: dist.Store) -> dist.Store:
     return store.clone()  # type: ignore[attr-defined]
 
 
-def group_timeout(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
-    """How long a collective over ``group`` (None: the default one) waits for its peers. Checked: 2.13 (gloo)."""
+def group_timeout(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
+    """How long a collective over ``group`` (None: the default one) waits for its peers; None if its backend does not
+    say. Checked: 2.13 (gloo, fake)."""
     group = group or dist.distributed_c10d._get_default_group()
-    return group._get_backend(torch.device(device_type)).options._timeout
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let later collectives over ``group`` (gloo's or NCCL's) wait as long. Checked: 2.13 (gloo)."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def default_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of a group of this backend that is made without one. Checked: 2.13."""
+    return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:

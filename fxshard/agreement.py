@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import _torch
+from fxshard.mesh import wait_limit
 
 if TYPE_CHECKING:
     from fxshard.bucket import ParamBucket
@@ -262,9 +263,11 @@ def control_group(mesh: DeviceMesh) -> Any:
     cached = getattr(mesh, "_fxshard_control", None)
     if cached is None:
         ranks = mesh.mesh.flatten().tolist()
-        backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
+        dim = mesh.ndim - 1
+        backend = dist.get_backend(mesh.get_group(dim))
         cached = dist.new_group(
             ranks,
+            wait_limit(mesh, dim),
             backend="gloo" if "nccl" in backend and dist.is_gloo_available() else backend,
             use_local_synchronization=True,
             group_desc="fxshard control",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -89,9 +90,12 @@ def _make_groups(mesh: DeviceMesh) -> MeshGroups:
         group = mesh.get_group(shard_dim)
         gather = group.group_name
         ranks = dist.get_process_group_ranks(group)
-        reduce = dist.new_group(ranks, use_local_synchronization=True, group_desc="fxshard reduce").group_name
+        limit = wait_limit(mesh, shard_dim)
+        made = dist.new_group(ranks, limit, use_local_synchronization=True, group_desc="fxshard reduce")
+        reduce = made.group_name
     if mesh.ndim == 2 and mesh.size(0) > 1:
         replicate = mesh.get_group(0).group_name
+        wait_limit(mesh, 0)
     return MeshGroups(
         shard_size=mesh.size(shard_dim),
         replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
@@ -99,6 +103,20 @@ def _make_groups(mesh: DeviceMesh) -> MeshGroups:
         reduce=reduce,
         replicate=replicate,
     )
+
+
+def wait_limit(mesh: DeviceMesh, dim: int) -> timedelta | None:
+    """How long collectives over a dim of the mesh wait for its ranks; None where the backend does not say.
+
+    It is the timeout of the run: torch gives a group that is made without one, as those of a mesh, its own default of
+    10 or 30 minutes whatever the default group has. Such a group gets the default group's here.
+    """
+    group, run = mesh.get_group(dim), _torch.group_timeout(None, mesh.device_type)
+    limit = _torch.group_timeout(group, mesh.device_type)
+    if run is not None and limit is not None and limit != run and limit == _torch.default_timeout(group):
+        _torch.set_group_timeout(group, run)
+        limit = run
+    return limit
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:

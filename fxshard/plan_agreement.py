@@ -41,6 +41,7 @@ from fxshard import _torch
 from fxshard.bucket import ParamBucket
 from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of
 from fxshard.inspect.plan_text import plan_text
+from fxshard.mesh import wait_limit
 from fxshard.options import Options
 from fxshard.plan import Plan
 
@@ -121,10 +122,10 @@ class _Comparison:
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.rank = dist.get_rank()
-        group = mesh.get_group(mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0)
-        limit = _torch.group_timeout(group, mesh.device_type)
-        # Before a rank that already waits in a collective gives up: this comparison can say more.
-        self.limit = min(timedelta(seconds=options.agree_seconds), 0.75 * limit)
+        self.limit = timedelta(seconds=options.agree_seconds)
+        collectives = wait_limit(mesh, mesh.ndim - 1)
+        if collectives is not None:  # to be heard before a rank that already waits in one gives up
+            self.limit = min(self.limit, 0.75 * collectives)
         members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
         self.store: Any = dist.PrefixStore(f"fxshard plans/{members}", _torch.default_store())
 

@@ -92,7 +92,9 @@ def distributed_run(
 
 def _watch(device: torch.device) -> Watch:
     """This rank's watch over the default group, which serves `device`."""
-    return Watch(_torch.default_store(), rank(), size(), _torch.group_timeout(None, device.type))
+    limit = _torch.group_timeout(None, device.type)
+    assert limit is not None  # gloo and nccl say
+    return Watch(_torch.default_store(), rank(), size(), limit)
 
 
 def abort() -> NoReturn:

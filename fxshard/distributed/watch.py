@@ -75,6 +75,8 @@ class Watch:
     def leaves(self, how: str) -> None:
         """The rank leaves the run in the way said, and is about to wait for its peers."""
         self._state = f"left the run {how} and waits there for the others"
+        with contextlib.suppress(Exception):  # for who asks when this rank has waited long enough and is gone
+            self._store.set(f"state of {self._rank}", f"left the run {how}, waited for the others, and ended")
 
     def waited_in_vain(self) -> str:
         """Who did not come to the end of the run, for a rank that now ends without them."""
@@ -111,12 +113,9 @@ class Watch:
             return _store_is_gone(error)
 
     def _compose(self, mine: str, said: dict[int, str | None]) -> str:
+        gone = f"gives no answer within {_PATIENCE.seconds} s: its process is gone, or stuck outside of Python"
         silent = [r for r, answer in said.items() if answer is None]
-        seconds = int(_PATIENCE.total_seconds())
-        lines = [
-            f"  rank {r} gives no answer within {seconds} s: its process is gone, or stuck outside of Python"
-            for r in silent
-        ]
+        lines = [f"  rank {r} {self._read(f'state of {r}') or gone}" for r in silent]
         lines.append(f"  rank {self._rank} {mine}")
         lines += [f"  rank {r} {answer}" for r, answer in said.items() if answer is not None]
         return "\n".join(["fxshard.distributed: roll call of the ranks", *lines])

@@ -1,4 +1,4 @@
-"""Fault runs: one rank of a short sharded training raises, exits, quits, dies or hangs at a random point.
+"""Fault runs: one rank of a short sharded training raises, exits, quits, dies, hangs or does something else at random.
 
     python tests/distributed/faults.py --runs 200 --seed 0
 
@@ -39,7 +39,8 @@ import fxshard
 from fxshard.backend import fxshard as backend
 from fxshard.distributed import distributed_run
 
-KINDS = ("raise", "exit", "quit", "die", "hang")
+FAULTS = ("raise", "exit", "quit", "die", "hang")
+DIFFERENCES = ("branch", "shape")  # the rank's forward takes another branch, or its batch has another size
 POINTS = ("start", "shard", "compile", "forward", "backward", "clip", "optimizer", "data", "save", "end")
 FORMS = ("eager", "compiled")
 STEPS = 3
@@ -54,7 +55,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """Rank ``rank`` of ``world`` has a fault of this ``kind`` when it comes to ``point`` in step ``step``."""
+    """Rank ``rank`` of ``world`` has a fault (or differs) by ``kind`` when it comes to ``point`` in step ``step``."""
 
     seed: int
     world: int
@@ -68,8 +69,9 @@ class Run:
     def of(seed: int) -> Run:
         rng = random.Random(seed)
         world, form = rng.choice((2, 3)), rng.choice(FORMS)
-        kind = rng.choice(KINDS)
+        kind = rng.choice(FAULTS + DIFFERENCES)
         point = rng.choice([p for p in POINTS if form == "compiled" or p != "compile"])
+        point = "forward" if kind in DIFFERENCES else point
         step = 0 if point in ("start", "shard", "compile") else STEPS - 1 if point == "end" else rng.randrange(STEPS)
         return Run(seed, world, form, kind, point, rng.randrange(world), step)
 
@@ -90,7 +92,7 @@ class Trigger:
 
     def __call__(self, point: str) -> None:
         run = self.run
-        if (point, self.step, dist.get_rank()) != (run.point, run.step, run.rank):
+        if run.kind in DIFFERENCES or not self.pulled(point):
             return
         if run.kind == "raise":
             raise Fault("poisoned sample")
@@ -101,6 +103,14 @@ class Trigger:
         if run.kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         hang()
+
+
+    def pulled(self, point: str) -> bool:
+        return (point, self.step, dist.get_rank()) == (self.run.point, self.run.step, self.run.rank)
+
+    def differs(self, kind: str) -> bool:
+        """Whether this rank's forward differs in this way in this step."""
+        return self.run.kind == kind and self.pulled("forward")
 
 
 def hang() -> None:
@@ -130,11 +140,12 @@ def here_op(trigger: Trigger) -> Callable[[Tensor], Tensor]:
 class Block(nn.Module):
     def __init__(self, here: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.ways = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.way = 0
         self.here = here
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(self.here(x)))
+        return torch.tanh(self.ways[self.way](self.here(x)))
 
 
 class Writer(FileSystemWriter):
@@ -157,6 +168,10 @@ def train(folder: str, run: Run, timeout: float) -> None:
         torch.manual_seed(0)
         here = here_op(trigger)
         model = nn.Sequential(*(Block(here) for _ in range(3)))
+        blocks = list(model)
+        for block in blocks:
+            for way in block.ways:
+                fxshard.fully_shard(way)
         fxshard.shard(model)
         trigger("shard")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -171,7 +186,9 @@ def train(folder: str, run: Run, timeout: float) -> None:
         for number in range(STEPS):
             trigger.step = number
             trigger("data")
-            step(torch.randn(4, 8)).sum().backward()
+            for block in blocks:
+                block.way = int(trigger.differs("branch"))
+            step(torch.randn(3 if trigger.differs("shape") else 4, 8)).sum().backward()
             trigger("clip")
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             trigger("optimizer")
@@ -247,8 +264,9 @@ def problems(run: Run, ended: Sequence[Ended]) -> list[str]:
     found = [f"rank {r} was alive after {LIMIT:.0f} s" for r, e in enumerate(ended) if e.code is None]
     if found:
         return found
+    if run.kind == "shape" or (run.kind == "branch" and run.form == "eager"):  # all is as it should be
+        return [f"rank {r} ended with {e.code}: {e.text}" for r, e in enumerate(ended) if (e.code, e.text) != (0, "")]
     own, others = ended[run.rank], [(r, e) for r, e in enumerate(ended) if r != run.rank]
-    at_end = run.point == "end"
     code, said = _expected_of_faulty(run)
     if own.code not in code:
         found.append(f"rank {run.rank} ended with {own.code}, not one of {code}")
@@ -256,11 +274,15 @@ def problems(run: Run, ended: Sequence[Ended]) -> list[str]:
         found.append(f"rank {run.rank} does not say {said!r}")
     told = _told_by_others(run)
     for rank, each in others:
-        if each.code != (0 if at_end and run.kind != "raise" else 1):
+        if each.code != (0 if run.point == "end" else 1):  # at the end they have done their part, and only warn
             found.append(f"rank {rank} ended with {each.code}")
         if told not in each.text:
             found.append(f"rank {rank} does not say {told!r}")
     return found
+
+
+# Where each rank compiles they differ, and where one alone compiles the others do not come.
+_BRANCH = {True: "compiled another schedule of collectives", False: "schedule of collectives that is new to the run"}
 
 
 def _expected_of_faulty(run: Run) -> tuple[tuple[int, ...], str]:
@@ -268,6 +290,8 @@ def _expected_of_faulty(run: Run) -> tuple[tuple[int, ...], str]:
     collected = run.point == "save"  # what goes wrong in a save on any rank is raised on all of them by torch
     if run.kind == "raise":
         return (1,), "poisoned sample"
+    if run.kind == "branch":
+        return (1,), _BRANCH[run.step == 0]
     if run.kind == "exit":
         return ((1,), "SystemExit") if collected else ((EXIT_CODE,), "")
     if run.kind == "quit":
@@ -285,6 +309,8 @@ def _told_by_others(run: Run) -> str:
         return f"rank {run.rank} failed first, at distributed/faults.py"
     if run.kind == "exit":
         return "" if run.point == "end" else f"rank {run.rank} left the run by SystemExit({EXIT_CODE})"
+    if run.kind == "branch":
+        return _BRANCH[run.step == 0]
     if run.kind == "hang":
         return f"rank {run.rank} is alive, at distributed/faults.py"
     return f"rank {run.rank} gives no answer within 2 s"

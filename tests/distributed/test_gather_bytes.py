@@ -2,13 +2,14 @@
 
 import os
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from outcomes import outcome, replaced
 
-from fxshard.distributed import gather, gather_bytes, gather_state_dicts
+from fxshard.distributed import all_reduce, broadcast_from, exchange, gather, gather_bytes, gather_state_dicts
 from fxshard.distributed.envelope import Envelope
 
 
@@ -133,6 +134,20 @@ def test_received_bytes_are_never_run_as_code(ranks2, tmp_path):
     path = str(tmp_path / "made by the pickle")
     verbatim, first, second = ranks2.run(gather_hostile, path)[0]
     assert verbatim and first == {"mine": 1} and second not in ("value", "StopIteration")
+    assert not os.path.exists(path)
+
+
+def exchange_hostile(path):
+    sent = Envelope("value", "ok", payload=pickle.dumps(Hostile(path))), None
+    hostile = replaced(exchange, "attempt", lambda label, fn: sent) if dist.get_rank() == 1 else nullcontext()
+    with hostile:
+        reduced = outcome(all_reduce, "value", int, list)
+        return reduced[0], outcome(broadcast_from, "value", int, 1)[0]
+
+
+def test_values_that_ranks_exchange_are_never_run_as_code(ranks2, tmp_path):
+    path = str(tmp_path / "made by the pickle")
+    assert ranks2.run(exchange_hostile, path, deadline=15) == [("UnpicklingError", "UnpicklingError")] * 2
     assert not os.path.exists(path)
 
 

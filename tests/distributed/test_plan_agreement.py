@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from outcomes import outcome, replaced
 from ranks import RankPool
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxshard
-from fxshard import agreement, plan_agreement
+from fxshard import _torch, agreement, plan_agreement
 from fxshard.inspect.record import Recorder
+from fxshard.mesh import groups_of
 
 
 class Branches(nn.Module):
@@ -246,3 +248,20 @@ def announce(launches: int) -> list[list[int]]:
 def test_a_list_of_collectives_that_a_rank_announces_reaches_the_others_as_numbers(ranks2: RankPool) -> None:
     first, second = ranks2.run(announce, 2, deadline=60)
     assert first == [[0, 0], [0, 1]] and second == []
+
+
+# -- how long collectives wait -----------------------------------------------------------------------------------------
+
+
+def timeouts() -> set[timedelta | None]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    groups = groups_of(mesh)
+    names = (groups.gather, groups.reduce, groups.replicate)
+    made = [dist.distributed_c10d._resolve_process_group(name) for name in names if name is not None]
+    assert len(made) == 3
+    return {_torch.group_timeout(group, "cpu") for group in [*made, agreement.control_group(mesh)]}
+
+
+def test_collectives_over_every_group_of_a_mesh_wait_as_long_as_the_run_says(ranks4: RankPool) -> None:
+    """torch would let those over a new group wait for 30 minutes."""
+    assert ranks4.run(timeouts, deadline=60) == [{timedelta(seconds=ranks4.group_timeout)}] * 4
