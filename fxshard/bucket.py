@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from fxshard.cut import Cut
 from fxshard.layout import GlobalLayout, Range
 from fxshard.layout_tensor import LayoutTensor
 from fxshard.mesh import MeshGroups
+from fxshard.noted import Noted
 from fxshard.param_link import ParamLink
 from fxshard.reduction import Reduction, Stage, plan_reduction
 from fxshard.unreduced import Unreduced
@@ -79,7 +80,7 @@ class ParamBucket:
     name: str = field(default="", init=False)  # canonical: the unit's name, and a number where it has several buckets
     key: str = field(init=False)
     reduction: Reduction = field(init=False)
-    reduced: set[int] = field(default_factory=set, init=False)  # ids whose gradient the running backward has reduced
+    reduced: Noted = field(default_factory=Noted, init=False)  # ids whose gradient the running backward has reduced
     unreduced: Unreduced = field(init=False)
     late: list[tuple[Tensor, set[int]]] = field(default_factory=list, init=False)  # see hand_out_late
     _watched: nn.Parameter | None = field(default=None, init=False)
@@ -161,7 +162,7 @@ class ParamBucket:
 
     def note_reduced(self, ids: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient: the others' ``.grad`` stays None."""
-        self.reduced.update(ids)
+        self.reduced.add(ids)
 
     def note(self, stage: Stage, ids: Iterable[int]) -> None:
         """Say how far the running backward reduces gradients of parameters ``ids``."""
@@ -175,13 +176,10 @@ class ParamBucket:
         segment, self.flat.grad = self.flat.grad, None
         if segment is not None:
             self.unit.scope.await_backward()
-            self.hand_out(segment)
+            self.hand_out(segment, self.reduced.take())
 
-    def hand_out(self, segment: Tensor | None) -> None:
-        """Hand each reduced parameter its part of a grad segment, storage dtype; None: there is nothing to hand out."""
-        if segment is None:
-            return
-        ids, self.reduced = self.reduced, set()
+    def hand_out(self, segment: Tensor, ids: set[int]) -> None:
+        """Hand parameters ``ids`` their parts of a grad segment, storage dtype."""
         trainable = {i for i, s in enumerate(self.slots) if s.param.requires_grad}
         self._give(segment, ids & trainable)
         if (undecided := trainable - ids) and self.groups.size > 1:
@@ -337,17 +335,22 @@ class ParamBucket:
         return cached[1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamBucket:
-        """A bucket of its own: own key, own flat shard, and the copied parameters as views of it."""
+        """A bucket of its own: own key, own flat shard, and the copied parameters as views of it.
+
+        Parameters come before the modules that own them: a module may read its own while it is copied (``nn.LSTM``).
+        """
         flat = nn.Parameter(self.flat.detach().clone(), requires_grad=self.requires_grad)
         twin = object.__new__(ParamBucket)
         memo[id(self)] = twin
-        slots = [copy.deepcopy(s, memo) for s in self.slots]
+        slots = [replace(s, param=copy.deepcopy(s.param, memo), owners=[]) for s in self.slots]
         twin.__init__(slots, self.layout, self.dtypes, self.groups, flat, self.offloaded_from)  # type: ignore[misc]
+        for i, slot in enumerate(slots):
+            slot.param._local_tensor = twin.slab(flat.detach(), i).movedim(0, slot.cut.dim)  # type: ignore[attr-defined]
         twin.name, twin.unit = self.name, copy.deepcopy(self.unit, memo)
         twin.unreduced = copy.deepcopy(self.unreduced, memo)
         twin.set_reduction(twin.unit.reduce_op, twin.unit.divide_factor)
-        for i, slot in enumerate(slots):
-            slot.param._local_tensor = twin.slab(flat.detach(), i).movedim(0, slot.cut.dim)  # type: ignore[attr-defined]
+        for slot, original in zip(slots, self.slots, strict=True):
+            slot.owners += copy.deepcopy(original.owners, memo)
         return twin
 
 

@@ -77,6 +77,8 @@ def _placement(found: FoundParam, placement_fn: PlacementFn | None) -> Shard:
             f"shard_placement_fn gave Shard({asked.dim}) for parameter {found.name!r}, which has {ndim} dims; "
             f"give a dim in [{-ndim}, {ndim})"
         )
+    if found.param.numel() == 0:
+        return RowAtomic()  # there is nothing to cut
     if isinstance(asked, BlockAtomic) and rows % asked.block_size:
         raise ValueError(
             f"shard_placement_fn gave {asked!r} for parameter {found.name!r} of {rows} rows, and blocks stay whole; "

@@ -135,8 +135,9 @@ def find_units(model: nn.Module) -> list[nn.Module | list[nn.Module]]:
     containers = _block_containers(model)
     for container in containers:
         units += list(container.children())
+    units = list(dict.fromkeys(units))  # a module may stand in several containers
     if containers:
-        before, after = _around(model, containers)
+        before, after = ([m for m in around if m not in units] for around in _around(model, containers))
         tied = _param_ids(before) & _param_ids(after)
         if before and not tied:
             units.append(before)

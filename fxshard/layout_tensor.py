@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,7 +139,7 @@ class LayoutTensor(DTensor):
             raise RuntimeError("only a leaf LayoutTensor can be copied deeply; call .detach() first")
         copied = wrap(self._local_tensor.detach().clone(), self._cut, self.requires_grad)
         memo[id(self)] = copied
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, nn.Parameter):  # a copied Parameter has no gradient, either
             copied.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             setattr(copied, name, copy.deepcopy(value, memo))

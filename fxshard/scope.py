@@ -178,7 +178,12 @@ class Scope:
             bucket.unreduced.keep("none", bucket.pack(given), [i for i, g in enumerate(given) if g is not None])
             return None
         self._want([(Kind.REDUCE, bucket)])
-        return bucket.unreduced.reduce(grads)
+        reduced = bucket.unreduced.reduce(grads)
+        if reduced is None:
+            return None
+        segment, ids = reduced
+        bucket.note_reduced(ids)  # autograd hands the segment on, see ParamBucket._hand_out
+        return segment
 
     @_torch.outside_dynamo
     def _end_backward(self) -> None:
@@ -199,7 +204,7 @@ class Scope:
         for bucket in self._buckets():
             if bucket.unreduced.due:
                 self._want([(Kind.REDUCE, bucket)])
-                bucket.hand_out(bucket.unreduced.reduce(()))
+                self._reduce_waiting(bucket)
         graded: dict[ParamBucket, set[int]] = {}
         for agreement, phase in phases.items():
             if not agreement.eager:
@@ -266,10 +271,15 @@ class Scope:
         """Take part in a collective of other ranks."""
         with torch.no_grad():
             if kind == Kind.REDUCE:
-                bucket.hand_out(bucket.unreduced.reduce(()))
+                self._reduce_waiting(bucket)
             else:
                 bucket.refresh()
                 comm.all_gather(bucket.flat.detach().to(bucket.device, bucket.dtypes.gather), bucket.groups)
+
+    def _reduce_waiting(self, bucket: ParamBucket) -> None:
+        reduced = bucket.unreduced.reduce(())
+        if reduced is not None:
+            bucket.hand_out(*reduced)
 
     def _buckets(self) -> list[ParamBucket]:
         return [b for u in self.units for b in u.buckets]

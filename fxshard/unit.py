@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,16 @@ class Unit:
     divide_factor: float | None = None  # in place of the number of ranks
     scale: Tensor | None = None  # 0 dims: multiplies packed gradients before they are reduced
     _ran: set[int] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """Its settings come first: its buckets read them while they are copied."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin._ran = set()
+        twin.scale = copy.deepcopy(self.scale, memo)
+        twin.scope = copy.deepcopy(self.scope, memo)
+        twin.buckets = copy.deepcopy(self.buckets, memo)
+        twin.modules = copy.deepcopy(self.modules, memo)
+        return twin
 
     @property
     def stage(self) -> Stage:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fxshard import comm
+from fxshard.noted import Noted
 from fxshard.reduction import Stage
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Unreduced:
     def __init__(self, bucket: ParamBucket) -> None:
         self._bucket = bucket
         self._waiting: dict[Stage, Waiting] = {}
-        self._noted: dict[Stage, set[int]] = {"none": set(), "shard": set()}
+        self._noted: dict[Stage, Noted] = {"none": Noted(), "shard": Noted()}
         self.sinks: dict[str, Tensor] = {}
 
     @property
@@ -80,13 +81,12 @@ class Unreduced:
 
     def note(self, stage: Stage, ids: Iterable[int]) -> None:
         """Say whose gradients the running backward sends to the sink of a stage."""
-        self._noted[stage].update(ids)
+        self._noted[stage].add(ids)
 
     def _take_over(self, sink: Tensor, stage: Stage) -> None:
         buffer, sink.grad = sink.grad, None
-        ids, self._noted[stage] = self._noted[stage], set()
         assert buffer is not None
-        self.keep(stage, buffer, ids)
+        self.keep(stage, buffer, self._noted[stage].take())
 
     def keep(self, stage: Stage, buffer: Tensor, ids: Iterable[int]) -> None:
         """Add gradients reduced as far as ``stage`` to what waits there."""
@@ -107,10 +107,9 @@ class Unreduced:
         buffer.add_(waiting.buffer)
         return waiting.ids
 
-    def reduce(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The grad segment, storage dtype, of full gradients (by id; may be empty) and all that waits.
-
-        Tells the bucket whose gradients are in it. None where the all-reduce is delayed.
+    def reduce(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, set[int]] | None:
+        """The grad segment, storage dtype, of full gradients (by id; may be empty) and all that waits, and whose
+        gradients are in it. None where the all-reduce is delayed.
         """
         b = self._bucket
         ids = {i for i, g in enumerate(grads) if g is not None}
@@ -123,8 +122,7 @@ class Unreduced:
             self.keep("shard", segment, ids)
             return None
         ids |= self.add_to(segment, "shard")
-        b.note_reduced(ids)
-        return comm.all_reduce(segment, b.groups, b.reduction).to(b.flat.device, b.dtypes.storage)
+        return comm.all_reduce(segment, b.groups, b.reduction).to(b.flat.device, b.dtypes.storage), ids
 
     def _check_version(self, waiting: Waiting) -> None:
         if waiting.version == self._bucket.flat._version:

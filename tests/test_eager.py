@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -201,6 +202,19 @@ def test_attributes_hooks_and_gradients_of_parameters_stay() -> None:
     assert model.weight.no_decay and torch.equal(model.weight.grad.full_tensor(), torch.ones(5, 6))  # type: ignore[operator,union-attr]
     step(model)
     assert len(calls) == 1
+
+
+def gradient_of_a_copied_model() -> Tensor:
+    model = sharded()
+    model.set_reduce_op_type("sum")
+    twin = copy.deepcopy(model)
+    step(twin)
+    return twin.out.bias.grad.full_tensor()
+
+
+def test_a_copied_model_sums_gradients_as_the_original_does(ranks2: RankPool) -> None:
+    for gradient in ranks2.run(gradient_of_a_copied_model):
+        assert torch.equal(gradient, torch.full((5,), 4.0))  # two ranks with two samples
 
 
 def test_the_signature_of_forward_stays() -> None:

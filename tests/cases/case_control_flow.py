@@ -90,6 +90,23 @@ def checkpointed_parameters_of_the_root(run: Surroundings) -> Result:
     return run.train(Root, vectors())
 
 
+@case()
+def recomputed_reentrantly_and_used_again(run: Surroundings) -> Result:
+    """The backward inside the backward gives the same parameters a gradient as the outer one."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([layers(6, 6, 6), layers(6, 6, 6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, last = self.blocks
+            x = checkpoint(last, first(x), use_reentrant=True)
+            return first(last(x))[:, :5]
+
+    return run.train(Again, vectors())
+
+
 # -- ranks that take different branches ------------------------------------------------------------------------------
 
 

@@ -130,6 +130,30 @@ def copy_trained_alone(run: Surroundings) -> Result:
 
 
 @case()
+def copied_between_backward_and_step(run: Surroundings) -> Result:
+    """A copy of a parameter has no gradient; recurrent layers read their parameters while they are copied."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.lstm(x.unsqueeze(1))[0].squeeze(1))
+
+    torch.manual_seed(7)
+    model = Recurrent()
+    run.shard(model)
+    squares(run.compile(model), run.part(vectors())).backward()
+    twin = copy.deepcopy(model)
+    copied = {f"copied {name}": value for name, value in run.state(twin).items()}
+    training = Training(run, twin, run.compile(twin), squares)
+    training.optimizer = adamw(twin.parameters())
+    losses = {f"loss {i}": run.mean(plain_step(training, run.part(vectors()))) for i in range(2)}
+    return {**copied, **losses, **run.state(twin)}
+
+
+@case()
 def saved_and_resumed(run: Surroundings) -> Result:
     """What is trained after the save is undone by loading into a model and optimizer built anew."""
     torch.manual_seed(7)

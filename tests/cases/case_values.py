@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from case_harness import Batch, Result, Surroundings, case, layers, sgd, vectors
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 
 class Mixed(nn.Module):
@@ -102,6 +103,20 @@ def more_ranks_than_rows(run: Surroundings) -> Result:
             return self.net(x) * self.two.sum() + self.one.mean() + self.three.prod() + self.none.sum()
 
     return run.train(Few, vectors())
+
+
+@case()
+def parameters_of_no_elements(run: Surroundings) -> Result:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.no_rows, self.no_columns = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(2, 0))
+            self.out = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x) * (1 + self.no_rows.sum() + self.no_columns.sum())
+
+    return run.train(Empty, vectors(), shard=lambda m: run.shard(m, shard_placement_fn=lambda p: Shard(p.ndim - 1)))
 
 
 @case()

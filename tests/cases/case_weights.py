@@ -38,6 +38,23 @@ def one_matrix_in_several_layers(run: Surroundings) -> Result:
 
 
 @case()
+def block_that_stands_in_two_lists(run: Surroundings) -> Result:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+            self.up = nn.ModuleList([self.down[1], self.down[0]])
+            self.out = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in [*self.down, *self.up]:
+                x = x + torch.tanh(layer(x))
+            return self.out(x)
+
+    return run.train(Twice, vectors())
+
+
+@case()
 def layer_called_three_times(run: Surroundings) -> Result:
     class Cell(nn.Module):
         def __init__(self) -> None:

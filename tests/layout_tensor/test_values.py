@@ -172,16 +172,26 @@ def test_the_text_shows_the_cut_and_this_ranks_rows():
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_deep_copy_has_memory_of_its_own_and_keeps_everything_else():
+def test_a_deep_copy_has_memory_of_its_own_and_keeps_attributes():
     param = nn.Parameter(_one(2))
-    param.grad, param.note = _one(2), ["kept"]
+    param.note = ["kept"]
     twin = copy.deepcopy(param)
     assert isinstance(twin, nn.Parameter) and twin.cut is param.cut and twin.note == ["kept"]
     assert twin.note is not param.note
-    assert torch.equal(twin.grad, param.grad) and twin.grad.to_local().data_ptr() != param.grad.to_local().data_ptr()
     with torch.no_grad():
         twin.zero_()
     assert torch.equal(param.full_tensor(), values()[2])
+
+
+def test_a_deep_copy_keeps_the_gradient_of_a_tensor_and_drops_that_of_a_parameter_as_torch_does():
+    for kind in (lambda t: t.detach().clone().requires_grad_(), lambda t: nn.Parameter(t.detach().clone())):
+        ours, plain = kind(_one(2)), kind(torch.ones(2))
+        ours.grad, plain.grad = _one(2), torch.ones(2)
+        mine, twin = copy.deepcopy(ours), copy.deepcopy(plain)
+        assert (mine.grad is None) == (twin.grad is None)
+        if mine.grad is not None:
+            assert torch.equal(mine.grad.full_tensor(), ours.grad.full_tensor())
+            assert mine.grad.to_local().data_ptr() != ours.grad.to_local().data_ptr()
 
 
 def test_a_deep_copy_of_two_references_is_one_tensor():
