@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import _torch
-from fxshard.mesh import wait_limit
+from fxshard.mesh import share_timeout
 
 if TYPE_CHECKING:
     from fxshard.bucket import ParamBucket
@@ -267,7 +267,7 @@ def control_group(mesh: DeviceMesh) -> Any:
         backend = dist.get_backend(mesh.get_group(dim))
         cached = dist.new_group(
             ranks,
-            wait_limit(mesh, dim),
+            share_timeout(mesh, dim),
             backend="gloo" if "nccl" in backend and dist.is_gloo_available() else backend,
             use_local_synchronization=True,
             group_desc="fxshard control",

@@ -90,12 +90,12 @@ def _make_groups(mesh: DeviceMesh) -> MeshGroups:
         group = mesh.get_group(shard_dim)
         gather = group.group_name
         ranks = dist.get_process_group_ranks(group)
-        limit = wait_limit(mesh, shard_dim)
+        limit = share_timeout(mesh, shard_dim)
         made = dist.new_group(ranks, limit, use_local_synchronization=True, group_desc="fxshard reduce")
         reduce = made.group_name
     if mesh.ndim == 2 and mesh.size(0) > 1:
         replicate = mesh.get_group(0).group_name
-        wait_limit(mesh, 0)
+        share_timeout(mesh, 0)
     return MeshGroups(
         shard_size=mesh.size(shard_dim),
         replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
@@ -105,11 +105,12 @@ def _make_groups(mesh: DeviceMesh) -> MeshGroups:
     )
 
 
-def wait_limit(mesh: DeviceMesh, dim: int) -> timedelta | None:
-    """How long collectives over a dim of the mesh wait for its ranks; None where the backend does not say.
+def share_timeout(mesh: DeviceMesh, dim: int) -> timedelta | None:
+    """Let collectives over a dim of the mesh wait for its ranks as long as those over the default group.
 
-    It is the timeout of the run: torch gives a group that is made without one, as those of a mesh, its own default of
-    10 or 30 minutes whatever the default group has. Such a group gets the default group's here.
+    torch gives a group that is made without a timeout, as those of a mesh, its own default of 10 or 30 minutes,
+    whatever the default group has. A group that has another one keeps it. Returns the timeout; None where the backend
+    does not say.
     """
     group, run = mesh.get_group(dim), _torch.group_timeout(None, mesh.device_type)
     limit = _torch.group_timeout(group, mesh.device_type)

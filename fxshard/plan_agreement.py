@@ -41,7 +41,7 @@ from fxshard import _torch
 from fxshard.bucket import ParamBucket
 from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of
 from fxshard.inspect.plan_text import plan_text
-from fxshard.mesh import wait_limit
+from fxshard.mesh import share_timeout
 from fxshard.options import Options
 from fxshard.plan import Plan
 
@@ -55,7 +55,7 @@ def agree(graphs: Mapping[str, fx.Graph], options: Options, make_plan: Planner) 
     """Compare the plans of captured graphs, by kind, with the other ranks of each mesh in them; collective over it.
 
     Raises ``RuntimeError`` on every rank: with the difference if plans differ, or, after ``options.agree_seconds`` (at
-    most three quarters of the mesh's own timeout), naming the ranks that did not come. Does nothing where one rank is
+    most nine tenths of the mesh's own timeout), naming the ranks that did not come. Does nothing where one rank is
     alone, inside of eager forwards, or over the fake process group.
     """
     buckets = Buckets.of(list(graphs.values()))
@@ -123,9 +123,9 @@ class _Comparison:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.rank = dist.get_rank()
         self.limit = timedelta(seconds=options.agree_seconds)
-        collectives = wait_limit(mesh, mesh.ndim - 1)
+        collectives = share_timeout(mesh, mesh.ndim - 1)
         if collectives is not None:  # to be heard before a rank that already waits in one gives up
-            self.limit = min(self.limit, 0.75 * collectives)
+            self.limit = min(self.limit, 0.9 * collectives)
         members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
         self.store: Any = dist.PrefixStore(f"fxshard plans/{members}", _torch.default_store())
 

@@ -169,11 +169,11 @@ def _destroy_with_peers(watch: Watch | None, how: str) -> None:
     """Destroy the default group, if it is still there, once every rank has come this far."""
     if not is_initialized():
         return
+    if watch is not None:
+        watch.leaves(how)
     failure = None
     # nccl's destroy waits for the work in flight; gloo's returns while a peer still computes.
     if is_distributed_run() and "gloo" in (backend() or ""):
-        if watch is not None:
-            watch.leaves(how)
         try:
             barrier()
             if watch is not None:
@@ -181,8 +181,6 @@ def _destroy_with_peers(watch: Watch | None, how: str) -> None:
                 barrier()  # the process that serves the store must not end before every watch did
         except Exception as error:
             failure = f"{error}\n{watch.waited_in_vain()}" if watch is not None else str(error)
-    if watch is not None:
-        watch.stop()
     dist.destroy_process_group()
     if failure is not None:
         warnings.warn(

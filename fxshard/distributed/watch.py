@@ -56,6 +56,7 @@ class Watch:
         self._listening = _torch.other_connection(self._store)
         self._watched = threading.get_ident()
         self._state = ""  # what there is to say beside the place
+        self._heard = ""  # of a rank that failed
         self._ending, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="fxshard watch", daemon=True)
         self._thread.start()
@@ -110,7 +111,7 @@ class Watch:
             self._store.set(f"{kind}/result", self._compose(mine, said))
             return self._result(kind)
         except Exception as error:
-            return _store_is_gone(error)
+            return self._store_is_gone(error)
 
     def _compose(self, mine: str, said: dict[int, str | None]) -> str:
         gone = f"gives no answer within {_PATIENCE.seconds} s: its process is gone, or stuck outside of Python"
@@ -138,10 +139,11 @@ class Watch:
                 return self._end(*why)
             except Exception as error:
                 self._stopped.wait(_GRACE)
-                return self._end("fault", _store_is_gone(error))
+                return self._end("fault", self._store_is_gone(error))
             if self._stopped.is_set():
                 return
             number += 1
+            self._heard = said
             if time.monotonic() + self._grace[kind] < until:
                 until, why = time.monotonic() + self._grace[kind], (kind, said)
             with contextlib.suppress(Exception):
@@ -180,13 +182,13 @@ class Watch:
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    def _store_is_gone(self, error: Exception) -> str:
+        said = (
+            "fxshard.distributed: the store that ranks meet in is gone, so the process that serves it ended: the "
+            f"launcher, or rank 0 where there is none ({describe(error).splitlines()[0]})"
+        )
+        return f"{said}\n  {self._heard}" if self._heard else said
+
 
 def _seconds(number: float) -> timedelta:
     return timedelta(seconds=min(max(number, 0.01), 1e7))  # a store takes no infinity
-
-
-def _store_is_gone(error: Exception) -> str:
-    return (
-        "fxshard.distributed: the store that ranks meet in is gone, so the process that serves it ended: the launcher, "
-        f"or rank 0 where there is none ({describe(error).splitlines()[0]})"
-    )

@@ -151,3 +151,13 @@ def test_a_store_that_is_gone_is_said_and_keeps_no_rank_from_ending() -> None:
         with replaced(first, "_store", GoneStore()):
             first.failed(error)
     assert "the store that ranks meet in is gone" in notes(error) and "connection reset" in notes(error)
+
+
+def test_what_a_rank_heard_before_the_store_went_is_kept() -> None:
+    with watches(dist.HashStore(), [0, 1], 2) as (first, second):
+        first.failed(raised(ValueError("poisoned sample")))  # rank 0, which serves the store and ends now
+        error = raised(RuntimeError("closed by peer"))
+        with replaced(second, "_store", GoneStore()):
+            second.failed(error)
+    assert "the store that ranks meet in is gone" in notes(error)
+    assert re.search(r"\n  rank 0 failed first, at .*: ValueError: poisoned sample$", notes(error))
