@@ -223,3 +223,8 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name, as graph nodes hold it. Checked: 2.13."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def profiler_is_on() -> bool:
+    """Whether torch's profiler records on this thread. Checked: 2.13."""
+    return torch._C._autograd._profiler_enabled()

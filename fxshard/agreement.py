@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -66,7 +67,7 @@ class Phase:
     expected: list[Ticket]
     at: int = 0
     done: list[Ticket] = field(default_factory=list)
-    wanted: set[Ticket] = field(default_factory=set)
+    wanted: Counter[Ticket] = field(default_factory=Counter)
 
 
 @dataclass
@@ -152,9 +153,14 @@ class Agreement:
                 break
             self._take_part(phase, self._tickets(chosen, None))
         self._ran = Ran()
-        wanted = {self._ticket(code) for code in said[1 : 1 + self._end].nonzero().flatten().tolist()}
+        times = (-said[1 : 1 + self._end]).tolist()
         self._graded = set(said[1 + self._end : -2].nonzero().flatten().tolist())
-        return [t for t in phase.done if t in wanted]
+        expected: list[Ticket] = []
+        for ticket in reversed(phase.done):  # what was joined too early was done again when it was wanted
+            if times[self._code(ticket)] > 0:
+                times[self._code(ticket)] -= 1
+                expected.insert(0, ticket)
+        return expected
 
     def post(self, phase: Phase) -> None:
         """Say that this rank wants nothing and knows all it needs, without waiting for the others."""
@@ -162,6 +168,8 @@ class Agreement:
         message = self._message(phase, self._end, self._ran.checksum)
         work = dist.all_reduce(message, dist.ReduceOp.MIN, group=control_group(self.mesh), async_op=True)
         self._posted = (work, message, self._ran) if work is not None else None
+        if work is not None and _torch.profiler_is_on():
+            work.wait()  # gloo notes the end of its work in the profile, and writes to freed memory once that is over
         self._ran = Ran()
         self._graded.clear()
 
@@ -211,12 +219,13 @@ class Agreement:
             self._join(ticket.kind, self.buckets[ticket.bucket])
 
     def _message(self, phase: Phase, code: int, checksum: int = 0) -> Tensor:
-        """[what this rank wants, -1 for each collective it wanted, -1 for each parameter with a gradient, checksum of
+        """[what this rank wants, -n for each collective it wanted n times, -1 for each parameter with a gradient, checksum of
         its graphs, the same negated]: so the least of the last two over all ranks shows whether they are equal."""
         message = torch.zeros(1 + self._end + self._first_param[-1] + 2, dtype=torch.int64)
         message[0], message[-2], message[-1] = code, checksum, -checksum
-        said = [1 + self._code(t) for t in phase.wanted] + [1 + self._end + i for i in self._graded]
-        message[said] = -1
+        for ticket, times in phase.wanted.items():
+            message[1 + self._code(ticket)] = -times
+        message[[1 + self._end + i for i in self._graded]] = -1
         return message.to(_torch.collective_device_type(control_group(self.mesh)))
 
     def _round(self, phase: Phase, code: int) -> tuple[int, Tensor]:

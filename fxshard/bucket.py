@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard import registry
 from fxshard.cut import Cut
@@ -74,8 +75,9 @@ class ParamBucket:
     layout: GlobalLayout
     dtypes: BucketDtypes
     groups: MeshGroups
+    policy: MixedPrecisionPolicy
     flat: nn.Parameter
-    offloaded_from: torch.device | None = None  # where the bucket is gathered and reduced, if the flat shard rests elsewhere
+    offloaded_from: torch.device | None = None  # where it is gathered and reduced, if the flat shard rests elsewhere
     unit: Unit = field(init=False)  # set when the unit takes the bucket
     name: str = field(default="", init=False)  # canonical: the unit's name, and a number where it has several buckets
     key: str = field(init=False)
@@ -96,6 +98,11 @@ class ParamBucket:
     @property
     def requires_grad(self) -> bool:
         return self.flat.requires_grad
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Whose ranks share the bucket."""
+        return self.slots[0].cut.mesh
 
     @property
     def device(self) -> torch.device:
@@ -239,6 +246,12 @@ class ParamBucket:
                 f"parameter {self.slots[0].name!r} is on the meta device; materialise the sharded model before its "
                 "first forward: model.to_empty(device=...) and then load or initialise its values"
             )
+        if self.offloaded_from is not None and self.flat.device.type != "cpu":
+            names = ", ".join(repr(s.name) for s in self.slots[:4])
+            raise RuntimeError(
+                f"the shards of parameters {names} are on {self.flat.device}, but the unit was sharded with "
+                'CPUOffloadPolicy, which keeps them on the CPU; move the model back with model.to("cpu")'
+            )
 
     def refresh(self) -> None:
         """Before values are gathered: copy back what was stored elsewhere (``p.data = ...``), and alias again.
@@ -317,7 +330,7 @@ class ParamBucket:
                 slab.copy_(local)
             self.slots[i].param._local_tensor = slab  # type: ignore[attr-defined]
         self.flat = nn.Parameter(flat, requires_grad=self.requires_grad)
-        self.dtypes = BucketDtypes.of(dtype, self.unit.policy)
+        self.dtypes = BucketDtypes.of(dtype, self.policy)
         self.unreduced = Unreduced(self)
         self.set_reduction(self.unit.reduce_op, self.unit.divide_factor)
         self.unit.set_stage(self.unit.reduces, self.unit.all_reduces)
@@ -343,7 +356,7 @@ class ParamBucket:
         twin = object.__new__(ParamBucket)
         memo[id(self)] = twin
         slots = [replace(s, param=copy.deepcopy(s.param, memo), owners=[]) for s in self.slots]
-        twin.__init__(slots, self.layout, self.dtypes, self.groups, flat, self.offloaded_from)  # type: ignore[misc]
+        twin.__init__(slots, self.layout, self.dtypes, self.groups, self.policy, flat, self.offloaded_from)  # type: ignore[misc]
         for i, slot in enumerate(slots):
             slot.param._local_tensor = twin.slab(flat.detach(), i).movedim(0, slot.cut.dim)  # type: ignore[attr-defined]
         twin.name, twin.unit = self.name, copy.deepcopy(self.unit, memo)
@@ -360,7 +373,9 @@ def make_bucket(
     cuts: Sequence[Cut],
     dtypes: BucketDtypes,
     groups: MeshGroups,
+    policy: MixedPrecisionPolicy,
     device: torch.device,
+    offload: OffloadPolicy,
 ) -> ParamBucket:
     """Copy this rank's rows of ``params`` (full values, equal on all ranks) into a new flat shard; no collective.
 
@@ -368,11 +383,16 @@ def make_bucket(
     """
     layout = cuts[0].layout
     length = layout.rank_size(cuts[0].shard_rank)
+    offloads = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
+    computes, device = device, torch.device("cpu") if offloads else device
     device = torch.device("meta") if params[0].is_meta else device
     trainable = params[0].requires_grad
-    flat = nn.Parameter(torch.zeros(length, dtype=dtypes.storage, device=device), requires_grad=trainable)
+    values = torch.zeros(length, dtype=dtypes.storage, device=device)
+    if offloads and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and not values.is_meta:
+        values = values.pin_memory()
+    flat = nn.Parameter(values, requires_grad=trainable)
     slots = [ParamSlot(p, c, o) for p, c, o in zip(params, cuts, owners, strict=True)]
-    bucket = ParamBucket(slots, layout, dtypes, groups, flat)
+    bucket = ParamBucket(slots, layout, dtypes, groups, policy, flat, computes if offloads else None)
     data = flat.detach()
     for i, (slot, full) in enumerate(zip(slots, params, strict=True)):
         slab = bucket.slab(data, i)

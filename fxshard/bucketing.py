@@ -2,47 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from fxshard.bucket import BucketDtypes, ParamBucket, make_bucket
 from fxshard.bucket_layouts import Layouts, plan_layouts, plan_whole_tensors
 from fxshard.cut import Cut
 from fxshard.discover import FoundParam
-from fxshard.mesh import groups_of, mesh_device
+from fxshard.mesh import groups_of, mesh_device, replicated_mesh, resolve_mesh
 from fxshard.placement import BlockAtomic, RowAtomic, TensorAtomic, plan_owners
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Any]
+"""From a parameter to how it is cut: a ``Shard`` (or one of ours), None for rows, or a pair of that and the mesh over
+which it is cut, also as the ``ShardPlacementResult`` of ``torch.distributed.fsdp``."""
 
 
-def make_buckets(
-    found: Sequence[FoundParam], mesh: DeviceMesh, policy: MixedPrecisionPolicy, placement_fn: PlacementFn | None
-) -> list[ParamBucket]:
-    """Buckets by (storage, gather, reduce dtype, requires_grad, whole tensors or rows), in order of first appearance.
+@dataclass(frozen=True)
+class Sharding:
+    """What the parameters of one unit have in common, and what single ones have of their own."""
+
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    placement_fn: PlacementFn | None = None
+    replicated: Set[nn.Parameter] = frozenset()
+    policies: Mapping[nn.Parameter, MixedPrecisionPolicy] = field(default_factory=dict)
+
+    def place(self, found: FoundParam) -> tuple[Shard, DeviceMesh]:
+        """How a parameter is cut, and over which mesh. Collective the first time for replicated ones."""
+        if found.param in self.replicated:
+            return RowAtomic(), replicated_mesh(self.mesh)
+        asked = self.placement_fn(found.param) if self.placement_fn is not None else None
+        mesh = self.mesh
+        if isinstance(asked, tuple) and len(asked) == 2 and isinstance(asked[1], DeviceMesh):
+            asked, mesh = asked
+        elif asked is not None and hasattr(asked, "placement") and hasattr(asked, "mesh_info"):
+            asked, mesh = asked.placement, asked.mesh_info.mesh
+        return _placement(found, asked), resolve_mesh(mesh, mesh.device_type)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter, how and over which mesh it is cut, and its dtypes."""
+
+    found: FoundParam
+    placement: Shard
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    dtypes: BucketDtypes
+
+
+def place(found: Sequence[FoundParam], sharding: Sharding) -> list[Placed]:
+    """Decide for each parameter. Collective the first time where a mesh has replicated parameters.
 
     Raises ``ValueError`` for a placement that the parameter cannot have, ``TypeError`` for one of another kind.
     """
-    placements = {id(f): _placement(f, placement_fn) for f in found}
-    members: dict[tuple[BucketDtypes, bool, bool], list[FoundParam]] = {}
+    placed = []
     for f in found:
-        whole = isinstance(placements[id(f)], TensorAtomic)
-        members.setdefault((BucketDtypes.of(f.param.dtype, policy), f.param.requires_grad, whole), []).append(f)
-    buckets = []
-    for (dtypes, _, _), group in members.items():
-        asked = [placements[id(f)] for f in group]
-        for ids, layout in _layouts(group, asked, groups_of(mesh).shard_size, dtypes):
-            here = [(group[i], asked[i]) for i in ids]
-            cuts = [Cut(mesh, layout, i, p.dim, f.param.shape, p) for i, (f, p) in enumerate(here)]
-            params, owners = [f.param for f, _ in here], [f.owners for f, _ in here]
-            bucket = make_bucket(params, owners, cuts, dtypes, groups_of(mesh), mesh_device(mesh))
-            for slot, (f, _) in zip(bucket.slots, here, strict=True):
-                slot.name = f.name
-            buckets.append(bucket)
-    return buckets
+        policy = sharding.policies.get(f.param, sharding.policy)
+        placed.append(Placed(f, *sharding.place(f), policy, BucketDtypes.of(f.param.dtype, policy)))
+    return placed
+
+
+def make_buckets(placed: Sequence[Placed], offload: OffloadPolicy) -> list[ParamBucket]:
+    """Buckets by (mesh, storage, gather, reduce dtype, requires_grad, whole tensors or rows), in order of first
+    appearance. ``ValueError`` for an owner that is no rank of the mesh."""
+    members: dict[Any, list[Placed]] = {}
+    for p in placed:
+        whole = isinstance(p.placement, TensorAtomic)
+        policy = (p.policy.param_dtype, p.policy.reduce_dtype)
+        members.setdefault((p.mesh, p.dtypes, policy, p.found.param.requires_grad, whole), []).append(p)
+    return [bucket for group in members.values() for bucket in _buckets_of(group, offload)]
+
+
+def _buckets_of(group: Sequence[Placed], offload: OffloadPolicy) -> Iterator[ParamBucket]:
+    mesh, policy, dtypes = group[0].mesh, group[0].policy, group[0].dtypes
+    groups, device = groups_of(mesh), mesh_device(mesh)
+    for ids, layout in _layouts([p.found for p in group], [p.placement for p in group], groups.shard_size, dtypes):
+        here = [group[i] for i in ids]
+        cuts = [Cut(mesh, layout, i, p.placement.dim, p.found.param.shape, p.placement) for i, p in enumerate(here)]
+        params, owners = [p.found.param for p in here], [p.found.owners for p in here]
+        bucket = make_bucket(params, owners, cuts, dtypes, groups, policy, device, offload)
+        for slot, p in zip(bucket.slots, here, strict=True):
+            slot.name = p.found.name
+        yield bucket
 
 
 def _layouts(group: Sequence[FoundParam], placements: Sequence[Shard], dp_size: int, dtypes: BucketDtypes) -> Layouts:
@@ -62,14 +111,13 @@ def _layouts(group: Sequence[FoundParam], placements: Sequence[Shard], dp_size: 
     return plan_layouts(stored, dp_size, dtypes.gather.itemsize, blocks)
 
 
-def _placement(found: FoundParam, placement_fn: PlacementFn | None) -> Shard:
-    asked = placement_fn(found.param) if placement_fn is not None else None
+def _placement(found: FoundParam, asked: Any) -> Shard:
     if asked is None:
         return RowAtomic()
     if not isinstance(asked, Shard):
         raise TypeError(
             f"shard_placement_fn gave {asked!r} for parameter {found.name!r}; give Shard(k), RowAtomic(), "
-            "BlockAtomic(rows), TensorAtomic() or None"
+            "BlockAtomic(rows), TensorAtomic() or None, or a pair of one of them and a DeviceMesh"
         )
     ndim, rows = found.param.ndim, found.param.shape[0]
     if not -ndim <= asked.dim < ndim:

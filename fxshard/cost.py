@@ -17,8 +17,8 @@ def itemsize(dtype: str) -> int:
 
 
 def buffer_bytes(collective: Collective, bucket: BucketFacts) -> int:
-    """Bytes of the whole buffer that a collective moves (gathered, packed, or for an all-reduce one reduced segment), or
-    that is accumulated."""
+    """Bytes of the whole buffer that a collective moves: gathered, packed, or for an all-reduce one reduced segment. Of
+    gradients that accumulate: of the packed buffer."""
     if collective.op == "all_gather":
         return bucket.size * itemsize(bucket.gather)
     elements = bucket.segment if collective.op == "all_reduce" else bucket.size

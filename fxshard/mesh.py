@@ -120,6 +120,29 @@ def share_timeout(mesh: DeviceMesh, dim: int) -> timedelta | None:
     return limit
 
 
+def replicated_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """A (replicate, shard) mesh of all ranks of ``mesh``, the shard dim of size 1: for parameters that stay whole.
+
+    Made at the first call (collective over the mesh's ranks then) and kept on the mesh.
+    """
+    if mesh.size() == 1 or (mesh.ndim == 2 and mesh.size(1) == 1):
+        return mesh
+    cached = getattr(mesh, "_fxshard_replicated", None)
+    if cached is None:
+        ranks = mesh.mesh.flatten()
+        everybody = dist.new_group(ranks.tolist(), use_local_synchronization=True, group_desc="fxshard replicate")
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fxshard alone")
+        names = ("replicate", "shard")
+        cached = DeviceMesh.from_group([everybody, alone], mesh.device_type, ranks.view(-1, 1), mesh_dim_names=names)
+        mesh._fxshard_replicated = cached  # type: ignore[attr-defined]
+    return cached
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Ranks of the world in a mesh, ascending."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     """The device of this process on which the mesh computes."""
     if mesh.device_type == "cpu":

@@ -41,7 +41,12 @@ def _padded_rows(bucket: ParamBucket, index: int) -> tuple[list[tuple[int, int]]
 
 @torch.library.custom_op("fxshard::gather_param", mutates_args=())
 def gather_param(
-    flat_shard: Tensor, bucket: str, index: int, stage: str = "all", sink: Tensor | None = None, scale: Tensor | None = None
+    flat_shard: Tensor,
+    bucket: str,
+    index: int,
+    stage: str = "all",
+    sink: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     b = lookup(bucket)
     slot = b.slots[index]
@@ -56,7 +61,12 @@ def gather_param(
 
 @gather_param.register_fake
 def _(
-    flat_shard: Tensor, bucket: str, index: int, stage: str = "all", sink: Tensor | None = None, scale: Tensor | None = None
+    flat_shard: Tensor,
+    bucket: str,
+    index: int,
+    stage: str = "all",
+    sink: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     b = lookup(bucket)
     b.check_materialised()

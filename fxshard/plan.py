@@ -92,9 +92,9 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A place in a graph: ``at`` is "start", "end", "first use" (of the collective's own data), "last gradient", "at launch" (its own), or,
-    with a bucket, "after wait", "before wait" or "before launch" of that bucket's first collective of the same kind
-    (gathers or reductions)."""
+    """A place in a graph. ``at`` is "start", "end", "first use" (of the collective's own data), "last gradient", "at
+    launch" (its own) or, with a bucket, "after wait", "before wait" or "before launch" of that bucket's first
+    collective of the same kind (gathers or reductions)."""
 
     at: str
     bucket: str = ""
@@ -189,28 +189,47 @@ def _plan_gathers(facts: GraphFacts, prefetch: int) -> list[Collective]:
 
 def _plan_reductions(facts: GraphFacts, in_flight: int) -> list[Collective]:
     ordered = sorted(facts.reductions, key=lambda r: (r.ready, r.bucket))
-    planned = []
     # Where there is one rank, the mean gradient is there at once, and nothing waits for it.
     units = _group_by_unit(facts, [r for r in ordered if r.stage != "none" and _ranks(facts.bucket(r.bucket)) > 1])
+    number = {r.bucket: i for i, unit in enumerate(units) for r in unit}
     following = {r.bucket: later[0].bucket for unit, later in zip(units, units[in_flight:], strict=False) for r in unit}
+    # With second stages in the graph, whole all-reduces take their turn among them: one unit's at a time.
+    queues = in_flight > 0 and any(_has_second_stage(facts.bucket(r.bucket), r) for r in ordered)
+    planned: list[Collective] = []
+    second: list[tuple[int, Collective]] = []  # stages that are launched later, with their unit's number
+
+    def launch_second(up_to: int) -> None:
+        planned.extend(c for unit, c in second if unit <= up_to)
+        second[:] = [(unit, c) for unit, c in second if unit > up_to]
+
     for r in ordered:
         bucket, after = facts.bucket(r.bucket), following.get(r.bucket)
         launch, done = Anchor("last gradient"), Anchor("before launch", after) if after else Anchor("end")
         if in_flight == 0:
             done = Anchor("at launch")
-        if r.stage == "none":
+        if r.stage == "none" or (r.stage == "shard" and bucket.shard_size == 1):
             planned.append(Collective("accumulate", r.bucket, r.ids, launch, launch))
             continue
+        if in_flight and r.bucket in number:
+            launch_second(number[r.bucket] - in_flight)
+        second_done = done
+        if in_flight and after and facts.bucket(after).shard_size > 1:
+            second_done = Anchor("before wait", after)
         if bucket.shard_size > 1:
             planned.append(Collective("reduce_scatter", r.bucket, r.ids, launch, done))
-            launch = Anchor("after wait", r.bucket)
-            if in_flight and after and facts.bucket(after).shard_size > 1:
-                done = Anchor("before wait", after)
-        if r.stage == "all" and (bucket.replicate_size > 1 or bucket.shard_size == 1):
+            if _has_second_stage(bucket, r):
+                stage = Collective("all_reduce", r.bucket, r.ids, Anchor("after wait", r.bucket), second_done)
+                second.append((number[r.bucket], stage)) if in_flight else planned.append(stage)
+        elif queues and bucket.replicate_size > 1:
+            second.append((number[r.bucket], Collective("all_reduce", r.bucket, r.ids, done, second_done)))
+        else:
             planned.append(Collective("all_reduce", r.bucket, r.ids, launch, done))
-        elif bucket.shard_size == 1:  # nothing to reduce over the shard dim alone
-            planned.append(Collective("accumulate", r.bucket, r.ids, Anchor("last gradient"), Anchor("last gradient")))
+    launch_second(len(units))
     return planned
+
+
+def _has_second_stage(bucket: BucketFacts, reduction: ReduceFact) -> bool:
+    return reduction.stage == "all" and bucket.shard_size > 1 and bucket.replicate_size > 1
 
 
 def _ranks(bucket: BucketFacts) -> int:

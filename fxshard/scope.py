@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxshard import _torch, comm
 from fxshard.agreement import Agreement, Kind, Phase, Ticket
 from fxshard.bucket import ParamBucket
+from fxshard.mesh import ranks_of
 from fxshard.unreduced import dense
 from fxshard.unshard import SavedParam, Window
 
@@ -286,11 +287,11 @@ class Scope:
 
     def _all_agreements(self) -> list[Agreement]:
         if self._agreements is None:
-            by_mesh: dict[Any, list[ParamBucket]] = {}
+            by_ranks: dict[tuple[int, ...], list[ParamBucket]] = {}
             for bucket in self._buckets():
-                if bucket.groups.shard_size * bucket.groups.replicate_size > 1:
-                    by_mesh.setdefault(bucket.slots[0].cut.mesh, []).append(bucket)
-            self._agreements = [Agreement(buckets, mesh, self._join) for mesh, buckets in by_mesh.items()]
+                if bucket.groups.size > 1:
+                    by_ranks.setdefault(ranks_of(bucket.mesh), []).append(bucket)
+            self._agreements = [Agreement(buckets, buckets[0].mesh, self._join) for buckets in by_ranks.values()]
         return self._agreements
 
     def _agreement(self, bucket: ParamBucket) -> Agreement | None:

@@ -1,4 +1,4 @@
-"""What fxshard's modules can do beyond ``nn.Module``: the methods of ``torch.distributed.fsdp.FSDPModule``, and more."""
+"""What fxshard's modules can do beyond ``nn.Module``: what ``torch.distributed.fsdp.FSDPModule`` can, and more."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard.bucketing import PlacementFn, make_buckets
+from fxshard.bucketing import PlacementFn, Sharding, make_buckets, place
 from fxshard.discover import (
     FoundParam,
     check_modules,
@@ -37,6 +38,8 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen dataclass
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    replicate_params: set[nn.Parameter] | None = None,
+    param_mp_policies: Mapping[nn.Parameter, MixedPrecisionPolicy] | None = None,
 ) -> nn.Module | Sequence[nn.Module]:
     """Make ``module`` (or a list of modules, run one after another) one unit: signature and meaning of
     ``torch.distributed.fsdp.fully_shard``.
@@ -52,28 +55,35 @@ def fully_shard(
         mesh: 1-D (shard) or 2-D (replicate, shard). None: the world, or this process alone.
         reshard_after_forward: gather again for backward. None: True for inner units, False for the outermost.
         shard_placement_fn: how to cut a parameter: ``Shard(k)`` along dim k, of any size; ``BlockAtomic(rows)`` along
-            dim 0 between blocks of rows; ``TensorAtomic()`` not at all, one rank owns it; None: along dim 0.
+            dim 0 between blocks of rows; ``TensorAtomic()`` not at all, one rank owns it; None: along dim 0. A pair of
+            one of these and a mesh cuts it over that mesh, e.g. experts over an expert group.
         mp_policy: dtypes of the full parameters, of the reduction, of forward's inputs and outputs.
-        offload_policy: where shards rest; only the default (on the mesh's device) is supported so far.
+        offload_policy: where shards and gradients rest; ``CPUOffloadPolicy()``: on the CPU, from where gathers copy
+            their input and to where reductions copy their output. On a CPU mesh that is where they are anyway.
         ignored_params: left as they are, unsharded and not synchronised.
+        replicate_params: whole on every rank, with gradients all-reduced over all ranks of the mesh.
+        param_mp_policies: ``param_dtype`` and ``reduce_dtype`` of single parameters, in place of ``mp_policy``'s.
 
     Returns the argument. Raises ``ValueError`` for a mesh of more than two dims, an empty list, a member that is no
     module, a module sharded before, a parameter of 0 dims; ``RuntimeError`` in a launch without a process group;
-    ``TypeError`` for a parameter that is a DTensor; ``NotImplementedError`` for CPU offload.
+    ``TypeError`` for a parameter that is a DTensor, and for a policy or a parameter that is none.
     """
     modules = check_modules(module)
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            f"offload_policy {type(offload_policy).__name__} is not supported yet; use OffloadPolicy()"
-        )
+    _check_options(offload_policy, replicate_params or (), param_mp_policies or {})
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ValueError(f"reshard_after_forward should be a bool or None, got {reshard_after_forward!r}")
     found = collect_params(modules, ignored_params or set())
     mesh = resolve_mesh(mesh, device_type_of(f.param for f in found))
     inner = [u for m in modules for u in units_of(m)]
     unit = Unit(modules, [], bool(reshard_after_forward), mp_policy, Scope(), reshard_after_forward is None)
-    start_alike([f.param for f in found], [f.name for f in found], mesh)
-    unit.buckets = make_buckets(found, mesh, mp_policy, shard_placement_fn)
+    sharding = Sharding(
+        mesh, mp_policy, offload_policy, shard_placement_fn, replicate_params or frozenset(), param_mp_policies or {}
+    )
+    placed = place(found, sharding)
+    for shared in dict.fromkeys(p.mesh for p in placed):
+        here = [p.found for p in placed if p.mesh is shared]
+        start_alike([f.param for f in here], [f.name for f in here], shared)
+    unit.buckets = make_buckets(placed, offload_policy)
     move_unsharded_state(modules, mesh_device(mesh))
     _attach(unit, found)
     unit.scope.units = [unit, *inner]
@@ -95,6 +105,8 @@ def shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    replicate_params: set[nn.Parameter] | None = None,
+    param_mp_policies: Mapping[nn.Parameter, MixedPrecisionPolicy] | None = None,
 ) -> nn.Module:
     """Shard a whole model: ``fully_shard`` on each unit, then on the root. Returns ``model``.
 
@@ -118,8 +130,21 @@ def shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
+            replicate_params=replicate_params,
+            param_mp_policies=param_mp_policies,
         )
     return model
+
+
+def _check_options(
+    offload_policy: Any, replicate_params: Iterable[Any], param_mp_policies: Mapping[Any, MixedPrecisionPolicy]
+) -> None:
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy is an OffloadPolicy or CPUOffloadPolicy, got {offload_policy!r}")
+    for name, params in (("replicate_params", replicate_params), ("param_mp_policies", param_mp_policies)):
+        for p in params:
+            if not isinstance(p, nn.Parameter):
+                raise TypeError(f"{name} holds parameters of the module, got a {type(p).__name__}")
 
 
 def _attach(unit: Unit, found: Sequence[FoundParam]) -> None:

@@ -130,7 +130,7 @@ class Unreduced:
         waiting.version = self._bucket.flat._version
         names = ", ".join(self._bucket.slots[i].name for i in sorted(waiting.ids)[:4])
         warnings.warn(
-            f"parameters of unit {self._bucket.unit.name!r} were changed (an optimizer step?) while gradients of {names} "
+            f"parameters of unit {self._bucket.unit.name!r} changed (an optimizer step?) while gradients of {names} "
             "waited for their reduction, so that step went without them; run the last micro-batch before a step with "
             "set_requires_gradient_sync(True) and set_requires_all_reduce(True)",
             stacklevel=2,

@@ -122,14 +122,15 @@ class _Chain:
     def reduce(self, packed: fx.Node, stage: Stage, scale: fx.Node | None) -> fx.Node:
         """What the stage gives of packed gradients."""
         if stage == "none":
-            return packed
+            return mark(self.name, packed)
         groups, rule = self.bucket.groups, self.bucket.reduction
         node = self._with_waiting(packed, "none", stage)
         if scale is not None:
             node = self._call(_aten.mul.Tensor, node, scale)
         node = self._divide(node, rule.before)
         if groups.reduce is not None:
-            node = self._collective(node, _c10d.reduce_scatter_tensor.default, rule.op, groups.shard_size, groups.reduce)
+            scatter = _c10d.reduce_scatter_tensor.default
+            node = self._collective(node, scatter, rule.op, groups.shard_size, groups.reduce)
         node = self._divide(node, rule.after_shard)
         if stage == "shard":
             return node

@@ -44,6 +44,8 @@ def run(gm: fx.GraphModule) -> PassResult:
         bucket = lookup(key_of(node))
         with gm.graph.inserting_before(node):
             lowered = _view(gm.graph, node, bucket) if node.target is VIEW else _pack(gm.graph, node, bucket)
+        if MARK in node.meta:
+            mark(node.meta[MARK], lowered)
         node.replace_all_uses_with(lowered)
         gm.graph.erase_node(node)
     return PassResult(gm, modified=bool(found))

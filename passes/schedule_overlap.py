@@ -78,11 +78,11 @@ def _schedule_gathers(graph: fx.Graph, plan: Plan, launches: Launches) -> None:
 def _schedule_reductions(graph: fx.Graph, plan: Plan, op: str, launches: Launches) -> None:
     for planned in plan.reductions:
         launch = launches.get((planned.op, planned.bucket))
-        if planned.op != op or launch is None:
-            continue
-        if planned.wait.at == "at launch":
+        if planned.op != op or launch is None or planned.wait.at == "at launch":
             continue
         tail = _tail(launch)
+        if planned.launch.at in ("before launch", "end"):
+            move_before(_place(graph, plan, planned.launch, launches), [launch, *tail])
         order = {n: i for i, n in enumerate(graph.nodes)}
         done = min([_place(graph, plan, planned.wait, launches), *tail[-1].users], key=lambda n: order[n])
         if order[done] > order[launch]:

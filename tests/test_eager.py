@@ -294,3 +294,29 @@ def test_flags_are_bools() -> None:
 def test_a_forward_method_must_exist() -> None:
     with pytest.raises(ValueError, match="Net has no method 'encode'"):
         fxshard.register_forward_method(sharded(), "encode")
+
+
+class Shuffled(nn.Module):
+    """Uses its units in another order than they are registered in, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.third(self.second(self.first(x.tanh()).tanh()).tanh()))
+
+
+def count_of_third_step() -> Counter[str]:
+    model: Any = Shuffled()
+    for unit in (model.first, model.second, model.third, model):
+        fxshard.fully_shard(unit, reshard_after_forward=True)
+    for _ in range(3):
+        with counted() as counts:
+            model(torch.ones(2, 4)).sum().backward()
+    return counts
+
+
+def test_an_order_of_use_is_learned_and_nothing_is_done_twice(ranks2: RankPool) -> None:
+    for counts in ranks2.run(count_of_third_step):
+        assert counts == {"gather": 7, "reduce": 4, "message": 2}  # backward does not read the first weight

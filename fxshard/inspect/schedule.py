@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,12 +20,17 @@ from fxshard.passes.verify import aliases
 from fxshard.plan import BucketFacts, Collective, Plan
 
 _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "complex64": "c64"}
+_WITHOUT_COLLECTIVE: dict[Any, tuple[str, str]] = {
+    torch.ops.aten.cat.default: ("keep", "accumulate"),
+    torch.ops.fxshard.add_waiting_.default: ("add", "waiting"),
+}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a schedule. ``what`` is launch, wait or compute; ``kernels`` counts what a compute step runs."""
+    """One line of a schedule. ``what`` is launch, wait, compute, add (gradients that waited for this reduction) or keep
+    (gradients that are not reduced); ``kernels`` counts what a compute step runs."""
 
     what: str
     op: str = ""
@@ -50,9 +56,12 @@ def steps_of(graph: fx.Graph, plan: Plan) -> list[Step]:
         if node.op != "call_function":
             continue
         if MARK in node.meta:
-            if node.target not in LAUNCHES and node.target is not WAIT:
+            if node.target not in LAUNCHES and node.target is not WAIT and node.target not in _WITHOUT_COLLECTIVE:
                 continue  # the cast before, the division after: part of the collective
             flush()
+            if node.target in _WITHOUT_COLLECTIVE:
+                steps.append(Step(*_WITHOUT_COLLECTIVE[node.target], node.meta[MARK]))
+                continue
             launch = node if node.target in LAUNCHES else node.args[0]
             what = "launch" if node is launch else "wait"
             steps.append(Step(what, LAUNCHES[launch.target], node.meta[MARK]))
@@ -133,7 +142,7 @@ def _lines(steps: Sequence[Step], plan: Plan) -> list[str]:
             continue
         time += step.what == "wait"
         line = f"  t{time:<2} {step.what:<7} {step.op:<14} {step.bucket:<{width}}"
-        if step.what == "launch":
+        if step.what in ("launch", "keep"):
             line += f"  {_moves(collectives[step.op, step.bucket], plan.bucket(step.bucket))}"
         out.append(line.rstrip())
     return out
@@ -146,6 +155,8 @@ def _moves(collective: Collective, bucket: BucketFacts) -> str:
         said = f"{n} × {dtype}[{bucket.segment}] → {dtype}[{bucket.size}]"
         return f"{said}  group shard{_cast(bucket.storage, bucket.gather)}"
     dtype = short(bucket.reduce)
+    if collective.op == "accumulate":
+        return f"{dtype}[{bucket.size}] not reduced{_cast(bucket.gather, bucket.reduce)}"
     if collective.op == "reduce_scatter":
         said = f"{dtype}[{bucket.size}] → {bucket.shard_size} × {dtype}[{bucket.segment}]"
         return f"{said}  group reduce{_cast(bucket.gather, bucket.reduce)}"
