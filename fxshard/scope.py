@@ -139,6 +139,7 @@ class Scope:
             if window is not None:
                 window.check_unwritten()
 
+    @_torch.outside_dynamo
     def _pack(self, saved: Tensor) -> Tensor | SavedParam:
         if not self.windows or saved.layout is not torch.strided or type(saved) not in (Tensor, nn.Parameter):
             return saved
@@ -314,5 +315,6 @@ def _first_guess(agreement: Agreement, module: nn.Module | None) -> list[Ticket]
     return expected
 
 
+@_torch.outside_dynamo
 def _unpack(saved: Tensor | SavedParam) -> Tensor:
     return saved.restore() if isinstance(saved, SavedParam) else saved

@@ -11,6 +11,7 @@ The forms of the sharded run: ``eager`` (no compiler), ``fx`` (our backend witho
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import re
 import warnings
@@ -45,6 +46,7 @@ class Case:
     ``ranks``: world sizes that it says something about. ``refusal``: an error of the sharded run that is an answer too,
     if every rank raises it with a text that this pattern finds. ``averaged``: the result depends on how the batch is
     cut, so the oracle is eager data parallelism with averaged gradients. ``fast``: compiled in the default test run.
+    ``needs``: a library that it takes its model from; such a case runs in the slow tests only.
     """
 
     name: str
@@ -55,6 +57,11 @@ class Case:
     refusal: str = ""
     averaged: bool = False
     fast: bool = False
+    needs: str = ""
+
+    @property
+    def available(self) -> bool:
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
 
 CASES: dict[str, Case] = {}

@@ -19,6 +19,7 @@ import case_modules  # noqa: F401
 import case_steps  # noqa: F401
 import case_values  # noqa: F401
 import case_weights  # noqa: F401
+import case_whole_models  # noqa: F401
 from case_harness import CASES, FORMS, Outcome, run_case
 from ranks import RankPool
 
@@ -49,11 +50,14 @@ def main() -> int:
     unknown = sorted(set(args.names) - CASES.keys())
     if unknown:
         parser.error(f"no cases {unknown}; there are {sorted(CASES)}")
-    slow = args.form == "inductor"  # ranks wait for each other while one of them compiles
-    pool = RankPool(args.ranks, group_timeout=120.0 if slow else 15.0, deadline=300.0 if slow else 60.0)
+    timeout = {"eager": 15.0, "fx": 60.0, "inductor": 120.0}[args.form]  # one may wait while another rank compiles
+    pool = RankPool(args.ranks, group_timeout=timeout, deadline=60.0 + 2 * timeout)
     passed = failed = 0
     for case in CASES.values():
         if args.ranks not in case.ranks or (args.names and case.name not in args.names):
+            continue
+        if not case.available:
+            print(f"skip  {case.group:13} {case.name:48} needs {case.needs}")
             continue
         began = time.monotonic()
         try:

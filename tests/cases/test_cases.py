@@ -14,7 +14,7 @@ from run import merged, run_named
 
 
 def on(ranks: int, fast: bool = False) -> list[str]:
-    return [c.name for c in CASES.values() if ranks in c.ranks and (c.fast or not fast)]
+    return [c.name for c in CASES.values() if ranks in c.ranks and (c.fast or not fast) and not c.needs]
 
 
 def check(pool: RankPool, name: str, form: str) -> None:
@@ -48,6 +48,8 @@ def test_every_form_on_every_number_of_ranks(job: Any, name: str) -> None:
     ranks, form, pool = job
     if ranks not in CASES[name].ranks:
         pytest.skip(f"{name} says nothing about {ranks} ranks")
+    if CASES[name].needs:
+        pytest.importorskip(CASES[name].needs)
     check(pool, name, form)
 
 

@@ -29,17 +29,17 @@ Result = dict[str, Tensor | None]
 
 
 class Plain:
-    """One process with the whole batch."""
+    """One process with the whole batch: eager, or compiled by one of torch's backends."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, backend: str = "") -> None:
+        self.spec, self.backend = spec, backend
 
     def prepare(self, model: nn.Module) -> None:
         """Shard the model."""
 
     def callable(self, model: nn.Module) -> Callable[..., Tensor]:
         """What runs the forward of the model."""
-        return model
+        return torch.compile(model, backend=self.backend) if self.backend else model
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's samples."""
