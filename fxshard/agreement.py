@@ -25,8 +25,7 @@ equal sizes those would have been taken for each other, and the gradients be wro
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -219,8 +218,9 @@ class Agreement:
             self._join(ticket.kind, self.buckets[ticket.bucket])
 
     def _message(self, phase: Phase, code: int, checksum: int = 0) -> Tensor:
-        """[what this rank wants, -n for each collective it wanted n times, -1 for each parameter with a gradient, checksum of
-        its graphs, the same negated]: so the least of the last two over all ranks shows whether they are equal."""
+        """[what this rank wants, -n for each collective it wanted n times, -1 for each parameter with a gradient,
+        checksum of its graphs, the same negated]: so the least of the last two over all ranks shows whether they are
+        equal."""
         message = torch.zeros(1 + self._end + self._first_param[-1] + 2, dtype=torch.int64)
         message[0], message[-2], message[-1] = code, checksum, -checksum
         for ticket, times in phase.wanted.items():
@@ -273,13 +273,8 @@ def control_group(mesh: DeviceMesh) -> Any:
     if cached is None:
         ranks = mesh.mesh.flatten().tolist()
         dim = mesh.ndim - 1
-        backend = dist.get_backend(mesh.get_group(dim))
-        cached = dist.new_group(
-            ranks,
-            share_timeout(mesh, dim),
-            backend="gloo" if "nccl" in backend and dist.is_gloo_available() else backend,
-            use_local_synchronization=True,
-            group_desc="fxshard control",
-        )
+        own = dist.get_backend(mesh.get_group(dim))
+        backend = "gloo" if "nccl" in own and dist.is_gloo_available() else own
+        cached = _torch.new_group(ranks, share_timeout(mesh, dim), "control", backend)
         mesh._fxshard_control = cached  # type: ignore[attr-defined]
     return cached

@@ -90,9 +90,7 @@ def _make_groups(mesh: DeviceMesh) -> MeshGroups:
         group = mesh.get_group(shard_dim)
         gather = group.group_name
         ranks = dist.get_process_group_ranks(group)
-        limit = share_timeout(mesh, shard_dim)
-        made = dist.new_group(ranks, limit, use_local_synchronization=True, group_desc="fxshard reduce")
-        reduce = made.group_name
+        reduce = _torch.new_group(ranks, share_timeout(mesh, shard_dim), "reduce").group_name
     if mesh.ndim == 2 and mesh.size(0) > 1:
         replicate = mesh.get_group(0).group_name
         share_timeout(mesh, 0)
@@ -129,9 +127,9 @@ def replicated_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     cached = getattr(mesh, "_fxshard_replicated", None)
     if cached is None:
-        ranks = mesh.mesh.flatten()
-        everybody = dist.new_group(ranks.tolist(), use_local_synchronization=True, group_desc="fxshard replicate")
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fxshard alone")
+        ranks, limit = mesh.mesh.flatten(), share_timeout(mesh, mesh.ndim - 1)
+        everybody = _torch.new_group(ranks.tolist(), limit, "replicate")
+        alone = _torch.new_group([dist.get_rank()], limit, "alone")
         names = ("replicate", "shard")
         cached = DeviceMesh.from_group([everybody, alone], mesh.device_type, ranks.view(-1, 1), mesh_dim_names=names)
         mesh._fxshard_replicated = cached  # type: ignore[attr-defined]

@@ -250,6 +250,22 @@ def test_a_list_of_collectives_that_a_rank_announces_reaches_the_others_as_numbe
     assert first == [[0, 0], [0, 1]] and second == []
 
 
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def train_beside_groups_of_some_ranks() -> list[float]:
+    for _ in range(2):
+        dist.new_group([1])  # rank 1 then knows two groups more than rank 0
+    models = [sharded(), sharded()]
+    return [step(model) for model in models]
+
+
+def test_ranks_that_are_in_other_numbers_of_groups_shard_a_model(ranks2: RankPool) -> None:
+    """torch names a group that its members alone make by how many they know, and they would wait in vain."""
+    first, second = ranks2.run(train_beside_groups_of_some_ranks, deadline=60)
+    assert first == second
+
+
 # -- how long collectives wait -----------------------------------------------------------------------------------------
 
 
