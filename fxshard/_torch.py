@@ -87,7 +87,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None, what: str, backen
     would name it by the number of all groups that a process knows: where that differs between ranks, because some are
     in more groups than others, they would wait for each other in vain.
     """
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d
     stem = f"fxshard-{what}-{hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()}-"
     name = stem + str(sum(known.startswith(stem) for known in c10d._world.pg_names.values()))
     by_count = c10d._process_group_name
@@ -101,8 +101,9 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None, what: str, backen
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let later collectives over ``group`` (gloo's or NCCL's) wait as long. Checked: 2.13 (gloo)."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Let later collectives over ``group`` (gloo's or NCCL's) wait as long. Checked: 2.13, 2.14 (gloo)."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public in 2.14
+    set_timeout(timeout, group)
 
 
 def default_timeout(group: dist.ProcessGroup) -> timedelta:
