@@ -17,6 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard.facts import GATHER
+from fxshard.passes.liveness import is_view
 from fxshard.registry import lookup
 
 NAME = "tag_reshard"
@@ -26,30 +27,7 @@ NAME = "tag_reshard"
 _REGION = 1 << 40
 
 _aten = torch.ops.aten
-_SAME_VALUES = {
-    _aten.view.default,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.permute.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.squeeze.default,
-    _aten.expand.default,
-    _aten.slice.Tensor,
-    _aten.select.int,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.reshape.default,
-    _aten._unsafe_view.default,
-    _aten.alias.default,
-    _aten.detach.default,
-    _aten._conj.default,
-    _aten.view_as_real.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-}
+_COPIES = {_aten.clone.default, _aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 
 
 def run(gm: fx.GraphModule) -> PassResult:
@@ -61,7 +39,7 @@ def run(gm: fx.GraphModule) -> PassResult:
             bucket = lookup(node.args[1])
             reshard = bucket.unit.reshard_after_forward and bucket.groups.gather is not None
             forms[node] = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
-        elif node.target in _SAME_VALUES or getattr(node.target, "__name__", "") == "getitem":
+        elif is_view(node) or node.target in _COPIES:
             source = node.args[0]
             if forms.get(source) is CheckpointPolicy.MUST_RECOMPUTE:
                 forms[node] = CheckpointPolicy.MUST_RECOMPUTE

@@ -14,7 +14,7 @@ import fuzz_paths  # noqa: F401
 
 from fuzz_compare import difference, tolerance_of
 from fuzz_reduce import reduced
-from fuzz_spec import Spec, random_spec
+from fuzz_spec import Spec, compilable, random_spec
 from fuzz_training import Plain, Sharded, train
 from ranks import RankPool, reset_dynamo
 
@@ -24,6 +24,7 @@ _MODELS_A_POOL = 100  # process groups of a model live as long as its ranks
 
 def check(spec: Spec, form: str) -> str:
     """On every rank: the first difference between the two trainings of a spec, "" if there is none."""
+    spec = spec if form == "eager" else compilable(spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = train(spec, Plain(spec, _backend_of_oracle(spec, form)))

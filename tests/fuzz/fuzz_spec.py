@@ -175,6 +175,24 @@ def random_spec(seed: int) -> Spec:
     )
 
 
+def compilable(spec: Spec) -> Spec:
+    """``spec`` with group norm for batch norm in what is recomputed: eager code updates running statistics in forward
+    and again when it recomputes, code compiled by any backend of torch 2.13 once."""
+    return replace(spec, root=_compilable(spec.root, recomputed=False))
+
+
+def _compilable(block: Block, recomputed: bool) -> Block:
+    recomputed |= block.run.startswith("checkpoint")
+    children: list[Layer | Block] = []
+    for child in block.children:
+        if isinstance(child, Block):
+            children.append(_compilable(child, recomputed))
+        else:
+            kind = "group_norm" if child.kind == "batch_norm" else child.kind
+            children.append(replace(child, kind=kind, share=0) if recomputed else child)
+    return replace(block, children=tuple(children))
+
+
 def _always_trained(root: Block, number: int) -> Block:
     """``root`` with a last layer that every step trains: gradients that wait are reduced by a backward, so the last
     micro-batch of a step must have one."""

@@ -33,6 +33,13 @@ def test_a_resharding_units_gathers_and_other_forms_of_them_are_recomputed(two_r
     assert tags(gm) == expected
 
 
+def test_whatever_views_a_parameter_is_recomputed(two_ranks: None) -> None:
+    g = weights()
+    weight = g.gather("a", 0)
+    gm = g.output(g.diagonal(weight), g.unfold(weight, 0, 2, 1), g.as_strided(weight, [2], [1]))
+    assert tags(gm) == dict.fromkeys(["gather a 0", "diagonal", "unfold", "as_strided"], RECOMPUTE)
+
+
 def test_nodes_that_mix_a_parameter_with_other_data_are_left_alone(two_ranks: None) -> None:
     g = weights()
     out = g.mm(g.x, g.gather("a", 0))
