@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import detect_fake_mode
-from torch._inductor import config
+from torch._inductor import config, ir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes as run_joint_graph_passes
+from torch._inductor.lowering import full, register_lowering
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
-from torch._inductor.utils import BoxedBool, is_collective, is_wait
+from torch._inductor.utils import BoxedBool, is_collective, is_wait, sympy_product
 from torch._inductor.virtualized import V
+
+from fxshard import ops  # noqa: F401  defines concat
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -64,6 +67,38 @@ def _after(node: BaseSchedulerNode, others: Sequence[BaseSchedulerNode]) -> None
         name = next(iter(other.get_buffer_names()))
         # The field says which of the node's buffers overwrites the other's; none does, so fusion may not drop the dep.
         node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))
+
+
+@register_lowering(torch.ops.fxshard.concat.default, type_promotion_kind=None)
+def _lower_concat(pieces: Sequence[ir.TensorBox], offsets: Sequence[int], size: int) -> ir.TensorBox:
+    """A buffer into which what computes each piece writes it, and zeros into the gaps. Checked: 2.13.
+
+    Inductor's own concatenation does so for pieces that are neighbours along one dim; here each piece keeps its shape
+    and is a view of the 1-D buffer at its offset. So a matmul's output is that view, and a pointwise kernel stores
+    there; only what another kernel allocates by itself (a convolution's backward) is copied.
+    """
+    device, dtype = pieces[0].get_device_or_error(), pieces[0].get_dtype()
+    buffer = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [size], [1]), inputs=[])
+    box = ir.StorageBox(buffer)
+    written = []
+
+    def write(piece: ir.IRNode, offset: int) -> None:
+        shape = piece.get_size()
+        layout = ir.FixedLayout(device, dtype, shape, ir.FlexibleLayout.contiguous_strides(shape), offset)
+        written.append(ir.ConcatKernel.realize_into(piece, ir.ReinterpretView(data=box, layout=layout)))
+
+    at = 0
+    for piece, offset in zip(pieces, offsets, strict=True):
+        if offset > at:
+            write(full([offset - at], 0, dtype=dtype, device=device), at)
+        write(piece, offset)
+        at = offset + int(sympy_product(piece.get_size()))
+    if at < size:
+        write(full([size - at], 0, dtype=dtype, device=device), at)
+    buffer.name = V.graph.register_buffer(buffer)
+    buffer.inputs = ir.ConcatKernel.unwrap_storage(written)
+    V.graph.register_operation(buffer)
+    return ir.TensorBox(box)
 
 
 def inductor_compile(

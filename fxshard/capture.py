@@ -20,10 +20,11 @@ from fxshard import _inductor, _torch, plan_agreement
 from fxshard.codegen import Compiled, generate
 from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph, stage_of
 from fxshard.graph_calls import before_graph
+from fxshard.inspect.copies import Copies, copies_of
 from fxshard.inspect.dump import Dump
 from fxshard.inspect.schedule import Step, steps_of
 from fxshard.options import Options
-from fxshard.passes import tag_reshard
+from fxshard.passes import copy_packs, tag_reshard
 from fxshard.passes.pipeline import rewrite
 from fxshard.plan import Plan, make_plan
 from fxshard.reduction import Stage
@@ -34,13 +35,14 @@ from fxshard.registry import lookup
 class Capture:
     """One graph of Dynamo's on its way through the pipeline.
 
-    By kind of graph, ``plans`` has what was decided and ``steps`` the order that came of it.
+    By kind of graph, ``plans`` has what was decided, ``steps`` the order that came of it, ``copies`` what is copied.
     """
 
     options: Options
     dump: Dump
     plans: dict[str, Plan] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=dict)
+    copies: dict[str, Copies] = field(default_factory=dict)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         outputs = _output_count(gm)
@@ -87,9 +89,13 @@ class Capture:
             plan = self._plan(gm.graph, kind, buckets)
             self.plans[kind] = plan
             rewrite(gm, plan, buckets, lambda stage, g: self.dump.stage(kind, stage, g))
+            if self.options.pack == "copy":
+                copy_packs.run(gm)
+                gm.recompile()
             self.steps[kind] = steps_of(gm.graph, plan)
+            self.copies[kind] = copies_of(gm.graph, self.options.codegen)
             launches = _launches(self.steps[kind], buckets)
-            self.dump.schedule(plan, self.steps[kind])
+            self.dump.schedule(plan, self.steps[kind], self.copies[kind])
         if kind != "backward":
             _inductor.keep_output_strides(gm, outputs, _inductor.forward_output_start() if kind == "forward" else 0)
         static = _torch.static_inputs(gm, kind, graph_inputs, len(inputs))

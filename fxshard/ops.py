@@ -5,6 +5,8 @@
                                                       place, zeros elsewhere, storage dtype; one reduction.
 ``fxshard::param_view(gathered, bucket, index)``      a full parameter out of the gathered buffer (after bucketing).
 ``fxshard::pack_grads(grads, bucket, ids)``           the reduce-scatter input from full gradients (after bucketing).
+``fxshard::concat(pieces, offsets, size)``            the same where offsets are known (after lowering); code generators
+                                                      let what computes a piece write it to its place.
 ``fxshard::add_waiting(buffer, bucket, kept, stage)`` a buffer of gradients and those that waited for it since other
                                                       backwards (after bucketing).
 
@@ -152,6 +154,20 @@ def pack_grads(grads: Sequence[Tensor], bucket: str, ids: Sequence[int]) -> Tens
 def _(grads: Sequence[Tensor], bucket: str, ids: Sequence[int]) -> Tensor:
     b = lookup(bucket)
     return grads[0].new_empty(b.layout.size, dtype=b.dtypes.reduce)
+
+
+@torch.library.custom_op("fxshard::concat", mutates_args=())
+def concat(pieces: Sequence[Tensor], offsets: Sequence[int], size: int) -> Tensor:
+    """1-D, ``size`` elements: each piece (any shape, all of one dtype) at its offset, zeros elsewhere."""
+    out = pieces[0].new_zeros(size)
+    for piece, offset in zip(pieces, offsets, strict=True):
+        out[offset : offset + piece.numel()].view(piece.shape).copy_(piece)
+    return out
+
+
+@concat.register_fake
+def _(pieces: Sequence[Tensor], offsets: Sequence[int], size: int) -> Tensor:
+    return pieces[0].new_empty(size)
 
 
 @torch.library.custom_op("fxshard::add_waiting", mutates_args=())

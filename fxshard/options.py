@@ -18,6 +18,8 @@ class Options:
         codegen: "inductor" compiles the rewritten graph; "eager" runs it as it is (fast to compile, for debugging).
         prefetch: how many units ahead all-gathers are launched; 0 launches each at its first use.
         in_flight: how many units' reductions (of each kind) may be under way; 0 waits for each at its launch.
+        pack: "in place": gradients are written into the reduce-scatter input by the kernels that compute them; "copy":
+            they are copied there.
         fuse: False keeps one collective per parameter, as captured: the oracle of every pass.
         check_order: what to do if generated code launches or waits in another order than the graph: "warn", "error"
             or "off".
@@ -30,6 +32,7 @@ class Options:
     codegen: str = "inductor"
     prefetch: int = 1
     in_flight: int = 1
+    pack: str = "in place"
     fuse: bool = True
     check_order: str = "warn"
     agree: bool = True
@@ -41,7 +44,7 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
                 raise ValueError(f"option {name!r} takes {said}, got {value!r} of type {type(value).__name__}")
-        for name, allowed in (("codegen", ("inductor", "eager")), ("check_order", ("warn", "error", "off"))):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"option {name!r} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         for name in ("prefetch", "in_flight"):
@@ -51,10 +54,16 @@ class Options:
             raise ValueError(f"option 'agree_seconds' is at least 1, got {self.agree_seconds}; agree=False is off")
 
 
+_CHOICES = {
+    "codegen": ("inductor", "eager"),
+    "pack": ("in place", "copy"),
+    "check_order": ("warn", "error", "off"),
+}
 _KINDS: dict[str, tuple[type, str]] = {
     "codegen": (str, "a string"),
     "prefetch": (int, "an int"),
     "in_flight": (int, "an int"),
+    "pack": (str, "a string"),
     "fuse": (bool, "a bool"),
     "check_order": (str, "a string"),
     "agree": (bool, "a bool"),

@@ -4,12 +4,12 @@ before:  w = param_view(full, b, i)
 after:   w = view(slice(full, 0, offset, offset + numel), shape)       for a cut along dim k > 0: permute(…)
 
 before:  p = pack_grads([g0, g1], b, [0, 1])
-after:   p = cat([view(g0, -1), view(g1, -1), zeros in the gaps])      in layout order, each cast to the reduce dtype
+after:   p = concat([g0, g1], offsets, size)                   in layout order, each cast to the reduce dtype
 
 before:  p = add_waiting(p, b, kept, stage)
 after:   add_waiting_(p, b, kept, stage)                       in place: nothing else reads a buffer before it is sent
 
-A view is no copy: matmuls read the gathered buffer where it lies.
+A view is no copy: matmuls read the gathered buffer where it lies. Nor need a concat be one: see ``fxshard._inductor``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ NAME = "lower_layout"
 _aten = torch.ops.aten
 VIEW = torch.ops.fxshard.param_view.default
 PACK = torch.ops.fxshard.pack_grads.default
+CONCAT = torch.ops.fxshard.concat.default
 ADD_WAITING_ = torch.ops.fxshard.add_waiting_.default
 
 
@@ -74,26 +75,21 @@ def _pack(graph: fx.Graph, node: fx.Node, bucket: ParamBucket) -> fx.Node:
         cast = convert(graph, grad, bucket.dtypes.reduce)
         by_id[i] = call(graph, _aten.add.Tensor, by_id[i], cast) if i in by_id else cast
 
-    def zeros(numel: int) -> fx.Node:
-        device = fake_of(node).device
-        return call(graph, _aten.full.default, [numel], 0, dtype=bucket.dtypes.reduce, device=device, pin_memory=False)
-
     pieces: list[fx.Node] = []
-    at = 0
+    offsets: list[int] = []
     for i in sorted(by_id, key=lambda i: bucket.layout.tensor_to_offset[i]):
         there = bucket.layout.get_tensor_range(i)
-        if there.numel == 0:
-            continue
-        if there.start > at:
-            pieces.append(zeros(there.start - at))
-        pieces.append(_flat(graph, by_id[i], bucket.slots[i].cut.dim, there.numel))
-        at = there.end
-    if at < bucket.layout.size:
-        pieces.append(zeros(bucket.layout.size - at))
-    return call(graph, _aten.cat.default, pieces)
+        if there.numel:
+            pieces.append(_stored(graph, by_id[i], bucket.slots[i].cut.dim))
+            offsets.append(there.start)
+    if not pieces:  # gradients without elements
+        kind = {"dtype": bucket.dtypes.reduce, "device": bucket.device, "pin_memory": False}
+        return call(graph, _aten.full.default, [bucket.layout.size], 0, **kind)
+    return call(graph, CONCAT, pieces, offsets, bucket.layout.size)
 
 
-def _flat(graph: fx.Graph, grad: fx.Node, dim: int, numel: int) -> fx.Node:
-    if dim:
-        grad = call(graph, _aten.permute.default, grad, [dim, *(d for d in range(fake_of(grad).ndim) if d != dim)])
-    return call(graph, _aten.reshape.default, grad, [numel])
+def _stored(graph: fx.Graph, grad: fx.Node, dim: int) -> fx.Node:
+    """A gradient in storage form."""
+    if dim == 0:
+        return grad
+    return call(graph, _aten.permute.default, grad, [dim, *(d for d in range(fake_of(grad).ndim) if d != dim)])

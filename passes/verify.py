@@ -289,7 +289,7 @@ def _check_packed(launch: fx.Node, bucket: BucketFacts, planned: Collective) -> 
     if packed.target is lower_layout.PACK:
         wrong = {*tree_leaves(packed.args[2])} != {*planned.ids}
     else:
-        found = _pieces(packed) if packed.target is _aten.cat.default else {}
+        found = _pieces(packed) if packed.target is lower_layout.CONCAT else {}
         wrong = found != {place: 1 for place in places if place[0] < place[1]}
     if wrong:
         raise VerifyError(
@@ -299,16 +299,11 @@ def _check_packed(launch: fx.Node, bucket: BucketFacts, planned: Collective) -> 
         )
 
 
-def _pieces(cat: fx.Node) -> Counter[tuple[int, int]]:
-    """(first, past the last) element of each piece of a packed buffer that is not zeros for a gap."""
-    pieces: Counter[tuple[int, int]] = Counter()
-    at = 0
-    for piece in tree_leaves(cat.args[0]):
-        end = at + fake_of(piece).numel()
-        if piece.target is not _aten.full.default:
-            pieces[at, end] += 1
-        at = end
-    return pieces
+def _pieces(concat: fx.Node) -> Counter[tuple[int, int]]:
+    """(first, past the last) element of each piece of a packed buffer."""
+    pieces, offsets, _ = concat.args
+    assert isinstance(pieces, (list, tuple)) and isinstance(offsets, (list, tuple))
+    return Counter((at, at + fake_of(p).numel()) for p, at in zip(pieces, offsets, strict=True))  # type: ignore[arg-type, operator, misc]
 
 
 def _said_places(bucket: BucketFacts, places: dict[tuple[int, int], int]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import fx
 
+from fxshard.inspect.copies import Copies
 from fxshard.inspect.plan_text import plan_text
 from fxshard.inspect.schedule import Step, schedule_text
 from fxshard.plan import Plan
@@ -43,12 +44,12 @@ class Dump:
         if self.folder is not None:
             self._write(f"{kind}-{stage}.py", gm.print_readable(print_output=False), f"{kind} graph after {stage}")
 
-    def schedule(self, plan: Plan, steps: Sequence[Step]) -> None:
-        """What was decided for a graph, and the order that came of it."""
+    def schedule(self, plan: Plan, steps: Sequence[Step], copies: Copies) -> None:
+        """What was decided for a graph, the order that came of it, and what is copied."""
         if self.folder is not None:
             self._write(f"{plan.kind}-plan.json", plan.to_json(), f"{plan.kind} plan, to load and compare")
             self._write(f"{plan.kind}-plan.txt", plan_text(f"{plan.kind} plan", [plan]), f"{plan.kind} plan, to read")
-            text = schedule_text(f"{plan.kind} schedule", [(plan, steps)])
+            text = schedule_text(f"{plan.kind} schedule", [(plan, steps)]) + f"\n{copies}\n"
             self._write(f"{plan.kind}-schedule.txt", text, f"{plan.kind} launches, waits and compute in order")
 
     def code(self, kind: str, code: str | None) -> None:

@@ -21,7 +21,7 @@ from fxshard.plan import BucketFacts, Collective, Plan
 
 _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "complex64": "c64"}
 _WITHOUT_COLLECTIVE: dict[Any, tuple[str, str]] = {
-    torch.ops.aten.cat.default: ("keep", "accumulate"),
+    torch.ops.fxshard.concat.default: ("keep", "accumulate"),
     torch.ops.fxshard.add_waiting_.default: ("add", "waiting"),
 }
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear"}
@@ -102,7 +102,7 @@ def kernel_kind(node: fx.Node) -> str | None:
         return "conv"
     if "embedding" in name or name in ("index", "index_put", "gather", "scatter"):
         return "index"
-    if name == "cat":
+    if name in ("cat", "concat"):
         return "pack"
     if torch.Tag.pointwise in node.target.tags or name in ("convert_element_type", "where", "clone", "copy"):
         return "pointwise"

@@ -48,13 +48,13 @@ class Code:
         return next(i for i, line in enumerate(self.lines) if line.startswith(start))
 
 
-def generate(folder: Path, blocks: int, reshard: bool) -> tuple[Code, Code]:
+def generate(folder: Path, blocks: int, reshard: bool, pack: str = "in place") -> tuple[Code, Code]:
     """The forward and backward code of a model on two ranks whose collectives move nothing."""
     with fake_world(2), pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXSHARD_DUMP", str(folder))
         torch.manual_seed(0)
         model = fxshard.shard(GPT2(width=32, blocks=blocks), reshard_after_forward=reshard)
-        options = {"check_order": "error"}
+        options = {"check_order": "error", "pack": pack}
         step = torch.compile(model, backend="fxshard", fullgraph=True, options=options)
         step(tokens(2, 8)).sum().backward()
     reset_dynamo()
@@ -166,3 +166,32 @@ def test_no_kernel_copies_parameters_out_of_a_gathered_buffer(forward: Code) -> 
 def test_each_reduction_sends_a_buffer_of_its_own(backward: Code) -> None:
     sent = [buffer for _, _, buffer in backward.launches("reduce_scatter_tensor")]
     assert len(set(sent)) == UNITS
+
+
+def matmuls_into_what_is_sent(backward: Code) -> list[int]:
+    """For each reduce-scatter, how many matmuls before it have a part of its input as their output."""
+    found = []
+    for end, _, sent in backward.launches("reduce_scatter_tensor"):
+        before = backward.lines[:end]
+        parts = {line.partition(" = ")[0] for line in before if f" = reinterpret_tensor({sent}, " in line}
+        outs = {out for line in before for out in re.findall(r"extern_kernels\.mm\(.*, out=(\w+)\)", line)}
+        found.append(len(parts & outs))
+    return found
+
+
+def test_weight_gradients_are_computed_where_they_are_sent_from(backward: Code) -> None:
+    assert matmuls_into_what_is_sent(backward) == [1, *[LINEARS] * BLOCKS, 0]  # head; embeddings
+    matmuls = sum("extern_kernels.mm(" in line for line in backward.lines)
+    assert matmuls == 2 * (LINEARS * BLOCKS + 1)  # one for the weight, one for the input
+
+
+def test_asked_to_copy_it_computes_gradients_elsewhere_and_says_what_that_copies(tmp_path: Path) -> None:
+    said = {}
+    for pack in ("in place", "copy"):
+        _, backward = generate(tmp_path / pack, 2, reshard=True, pack=pack)
+        (file,) = (tmp_path / pack).glob("graph0/*-backward-schedule.txt")
+        said[pack] = file.read_text().splitlines()[-1]
+    assert matmuls_into_what_is_sent(backward) == [0] * 4
+    weights = 4 * (2 * 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32) + 61 * 32)
+    assert said["in place"].startswith("0 bytes copied around all-gathers, 0 around reductions; 0 cast; ")
+    assert said["copy"].startswith(f"0 bytes copied around all-gathers, {weights} around reductions; 0 cast; ")
