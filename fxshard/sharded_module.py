@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fxshard.reduction import OPS
+from fxshard.refused_methods import refuse_the_rest
 from fxshard.unit import ParamRead, Unit, units_of
 
 
@@ -18,10 +19,12 @@ class UnshardHandle:
         """Nothing is left to wait for."""
 
 
+@refuse_the_rest
 class ShardedModule:
     """Mixed into the class of every module that fxshard changed: units' own modules and owners of parameters.
 
-    Methods that FSDPModule has too mean the same here. Each says whether it holds for the modules inside as well.
+    Methods that FSDPModule has too mean the same here; those that have no meaning here are refused by name. Each says
+    whether it holds for the modules inside as well.
     """
 
     _fxshard_unit: Unit | None = None
