@@ -12,7 +12,6 @@ from models import GPT2, tokens
 from ranks import run_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 import fxshard
@@ -128,8 +127,6 @@ def test_lists_of_modules_are_checked() -> None:
 
 
 def test_arguments_that_mean_nothing_yet_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="CPUOffloadPolicy"):
-        fxshard.fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
     with pytest.raises(ValueError, match="reshard_after_forward"):
         fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=4)
     with pytest.raises(ValueError, match="units should be"):

@@ -19,6 +19,7 @@ from fuzz_training import Plain, Sharded, train
 from ranks import RankPool, reset_dynamo
 
 FORMS = ("eager", "fx", "inductor")
+_SECONDS_BETWEEN_SIGNS_OF_LIFE = 30
 _MODELS_A_POOL = 100  # process groups of a model live as long as its ranks
 
 
@@ -83,6 +84,7 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> i
     parser.add_argument("--reduce", action="store_true", help="look for the smallest spec that fails in the same way")
     args = parser.parse_args()
     runner, faults, began = Runner(args.ranks, args.form), [], time.monotonic()
+    said = began
     for seed in range(args.seed, args.seed + args.models):
         spec = random_spec(seed)
         if fault := runner.fault(spec):
@@ -91,8 +93,9 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> i
             if args.reduce:
                 small = reduced(spec, lambda s: bool(runner.fault(s)))
                 say(f"  reduced:\n{small.describe()}\n  {runner.fault(small)}")
-        if (seed - args.seed) % 50 == 49:
-            say(f"{seed - args.seed + 1} models, {len(faults)} faults, {time.monotonic() - began:.0f} s")
+        if time.monotonic() - said > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+            said = time.monotonic()
+            say(f"{seed - args.seed + 1} models, {len(faults)} faults, {said - began:.0f} s")
     runner.close()
     say(f"{args.models - len(faults)} models train as one process does, {len(faults)} faults {faults}")
     return 1 if faults else 0
