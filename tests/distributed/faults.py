@@ -46,6 +46,7 @@ FORMS = ("eager", "compiled")
 STEPS = 3
 TIMEOUT = 8.0  # seconds, of the process group: enough for a peer that compiles on a busy machine
 LIMIT = 60.0  # seconds until a run counts as hanging
+START = 120.0  # seconds that importing everything, once, may take on a busy machine
 EXIT_CODE = 3
 
 
@@ -219,7 +220,16 @@ def _child(folder: str, rank: int, world: int, port: int, fn: Callable[..., None
     values = (str(rank), str(rank), str(world), "127.0.0.1", str(port), "True")
     os.environ.update({k: v for k, v in ranks._worker_env().items() if v is not None})
     os.environ.update(zip(ranks._LAUNCH, values, strict=True))
+    Path(folder, f"{rank}.started").touch()
+    _until(lambda: len(list(Path(folder).glob("*.started"))) == world, START)  # so that timeouts mean something
     fn(folder, *args)
+
+
+def _until(done: Callable[[], bool], seconds: float) -> None:
+    """Return when ``done()``, or after so many seconds."""
+    limit = time.monotonic() + seconds
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.02)
 
 
 def execute(world: int, fn: Callable[..., None], *args: Any) -> list[Ended]:
@@ -228,15 +238,18 @@ def execute(world: int, fn: Callable[..., None], *args: Any) -> list[Ended]:
     with tempfile.TemporaryDirectory(prefix="fxshard-faults-") as folder:
         mains = [(folder, rank, world, store.port, fn, args) for rank in range(world)]
         processes = [_context().Process(target=_child, args=main) for main in mains]
-        began = time.monotonic()
         for process in processes:
             process.start()
+        _until(lambda: len(list(Path(folder).glob("*.started"))) == world, START)
+        began = time.monotonic()
         ended: dict[int, float] = {}
-        while len(ended) < world and time.monotonic() - began < LIMIT:
-            for rank, process in enumerate(processes):
-                if rank not in ended and not process.is_alive():
-                    ended[rank] = time.monotonic() - began
-            time.sleep(0.02)
+
+        def all_ended() -> bool:
+            alive = {rank for rank, process in enumerate(processes) if process.is_alive()}
+            ended.update({r: time.monotonic() - began for r in range(world) if r not in alive and r not in ended})
+            return not alive
+
+        _until(all_ended, LIMIT)
         outcomes = []
         for rank, process in enumerate(processes):
             text = Path(folder, f"{rank}.err").read_text(errors="replace")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard.distributed import distributed_run
 
-SHORT = 3.0  # seconds, of the group: eager code on few ranks
+SHORT = 4.0  # seconds, of the group, where the run lasts as long: eager code on few ranks
 
 
 def ends_well(run: faults.Run, timeout: float) -> list[faults.Ended]:
@@ -28,20 +28,19 @@ def ends_well(run: faults.Run, timeout: float) -> list[faults.Ended]:
 
 
 @pytest.mark.parametrize(
-    "kind, point, form, most",
+    "kind, point, form, timeout, most",
     [
-        ("raise", "backward", "eager", SHORT),
-        pytest.param("raise", "compile", "compiled", 2 * faults.TIMEOUT, marks=pytest.mark.slow),
-        ("die", "forward", "eager", 2 * SHORT),
-        ("hang", "optimizer", "eager", 4 * SHORT),
-        ("exit", "data", "eager", 4 * SHORT),
+        ("raise", "backward", "eager", 40.0, 20.0),
+        pytest.param("raise", "compile", "compiled", 40.0, 20.0, marks=pytest.mark.slow),
+        ("die", "forward", "eager", 40.0, 20.0),
+        ("hang", "optimizer", "eager", SHORT, 40.0),
+        ("exit", "data", "eager", SHORT, 40.0),
     ],
 )
-def test_a_fault_of_one_rank_ends_every_rank(kind: str, point: str, form: str, most: float) -> None:
-    """``most``: seconds, with room for a busy machine: a raise needs no timeout, a hang one and the grace after it."""
+def test_a_fault_of_one_rank_ends_every_rank(kind: str, point: str, form: str, timeout: float, most: float) -> None:
+    """``timeout``: seconds, of the group, which a raise or a death does not wait for; ``most``: until the last end."""
     run = faults.Run(0, 2, form, kind, point, rank=1, step=0 if form == "compiled" else 1)
-    ended = ends_well(run, faults.TIMEOUT if form == "compiled" else SHORT)
-    assert max(e.seconds for e in ended) < most + 10
+    assert max(e.seconds for e in ends_well(run, timeout)) < most
 
 
 @pytest.mark.slow
@@ -68,7 +67,7 @@ class Branches(nn.Module):
 
 def compile_alone(folder: str) -> None:
     """Rank 0 runs the graph that it has, rank 1 captures another."""
-    with distributed_run(timeout=timedelta(seconds=6), device="cpu") as state:
+    with distributed_run(timeout=timedelta(seconds=50), device="cpu") as state:
         model = fxshard.shard(Branches())
         function = torch.compile(model, backend="fxshard", options={"codegen": "eager", "agree_seconds": 2})
         function(torch.ones(4, 8)).sum().backward()
@@ -83,7 +82,7 @@ def test_a_schedule_that_one_rank_alone_compiles_ends_every_rank() -> None:
         assert "rank 1 failed first, at distributed/test_faults.py" in each.text
         assert "ranks [1] compiled a graph with a schedule of collectives that is new to the run" in each.text
         assert "ranks [0] did not within 2 s" in each.text
-        assert max(first.seconds, second.seconds) < 20
+        assert each.seconds < 40
 
 
 def finish_late(folder: str) -> None:
