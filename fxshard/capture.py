@@ -29,6 +29,7 @@ from fxshard.passes.pipeline import rewrite
 from fxshard.plan import Plan, make_plan
 from fxshard.reduction import Stage
 from fxshard.registry import lookup
+from fxshard.written import check_unwritten
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Capture:
     copies: dict[str, Copies] = field(default_factory=dict)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        check_unwritten(gm)
         outputs = _output_count(gm)
         return _torch.aot_autograd(
             gm,

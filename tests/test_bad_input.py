@@ -117,6 +117,26 @@ def test_an_option_of_the_wrong_kind_is_refused_on_every_rank(ranks2: Any) -> No
         assert "option 'codegen' takes a string, got 3 of type int" in said
 
 
+class Writing(nn.Module):
+    """Writes to a view of a parameter in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.codes[1:].add_(1)
+        return x @ self.codes
+
+
+@pytest.mark.parametrize("name, model", [("codes", Writing()), ("weight", nn.Embedding(4, 3, max_norm=0.1))])
+def test_a_compiled_forward_that_writes_to_a_parameter_is_refused_by_name(name: str, model: nn.Module) -> None:
+    step = torch.compile(fxshard.shard(model), backend="fxshard", options={"codegen": "eager"})
+    with pytest.raises(Exception, match=f"writes in place to parameter '{name}'.*Keep such state in a buffer"):
+        step(torch.ones(2, 4) if name == "codes" else torch.tensor([0, 1]))
+
+
 def test_lists_of_modules_are_checked() -> None:
     with pytest.raises(ValueError, match="empty list"):
         fxshard.fully_shard([])
