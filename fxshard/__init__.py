@@ -6,6 +6,7 @@ The map, ground floor first; each imports only what stands before it:
     distributed/                          runs, process groups, ranks that agree or say so
     cut, layout_tensor, bucket            flat shards, and the tensors that users hold
     ops, unshard, unit, sharding          what reading a parameter means, compiled and eager; ``fully_shard``, ``shard``
+    distribute                            a plan for a whole model, carried out
     plan, cost, facts                     which collectives a graph has, and when; pure data
     passes/                               the graph rewrites, one a file
     capture, codegen, backend             torch.compile's backend
@@ -14,6 +15,7 @@ The map, ground floor first; each imports only what stands before it:
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fxshard.distribute import distribute
 from fxshard.layout import GlobalLayout
 from fxshard.layout_tensor import LayoutTensor
 from fxshard.sharded_class import register_forward_method
@@ -24,6 +26,7 @@ __all__ = [
     "LayoutTensor",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "distribute",
     "fully_shard",
     "register_forward_method",
     "shard",

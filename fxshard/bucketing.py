@@ -15,7 +15,7 @@ from fxshard.bucket import BucketDtypes, ParamBucket, make_bucket
 from fxshard.bucket_layouts import Layouts, plan_layouts, plan_whole_tensors
 from fxshard.cut import Cut
 from fxshard.discover import FoundParam
-from fxshard.mesh import groups_of, mesh_device, replicated_mesh, resolve_mesh
+from fxshard.mesh import groups_of, mesh_device, resolve_mesh, split_mesh
 from fxshard.placement import BlockAtomic, RowAtomic, TensorAtomic, plan_owners
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -37,7 +37,7 @@ class Sharding:
     def place(self, found: FoundParam) -> tuple[Shard, DeviceMesh]:
         """How a parameter is cut, and over which mesh. Collective the first time for replicated ones."""
         if found.param in self.replicated:
-            return RowAtomic(), replicated_mesh(self.mesh)
+            return RowAtomic(), split_mesh(self.mesh, 1)
         asked = self.placement_fn(found.param) if self.placement_fn is not None else None
         mesh = self.mesh
         if isinstance(asked, tuple) and len(asked) == 2 and isinstance(asked[1], DeviceMesh):

@@ -118,22 +118,25 @@ def share_timeout(mesh: DeviceMesh, dim: int) -> timedelta | None:
     return limit
 
 
-def replicated_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """A (replicate, shard) mesh of all ranks of ``mesh``, the shard dim of size 1: for parameters that stay whole.
+def split_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
+    """A (replicate, shard) mesh of all ranks of ``mesh`` in their order, neighbours in groups of ``shard_size``.
 
-    Made at the first call (collective over the mesh's ranks then) and kept on the mesh.
+    With a shard size of 1 it is for parameters that stay whole. Made at the first call for a size (collective over the
+    mesh's ranks then) and kept on the mesh. ``ValueError`` if the size does not divide the ranks.
     """
-    if mesh.size() == 1 or (mesh.ndim == 2 and mesh.size(1) == 1):
+    if shard_size < 1 or mesh.size() % shard_size:
+        raise ValueError(f"groups of {shard_size} ranks do not divide a mesh of {mesh.size()}; give a divisor of that")
+    if mesh.size(mesh.ndim - 1) == shard_size and (mesh.ndim == 2 or mesh.size() == shard_size):
         return mesh
-    cached = getattr(mesh, "_fxshard_replicated", None)
-    if cached is None:
-        ranks, limit = mesh.mesh.flatten(), share_timeout(mesh, mesh.ndim - 1)
-        everybody = _torch.new_group(ranks.tolist(), limit, "replicate")
-        alone = _torch.new_group([dist.get_rank()], limit, "alone")
+    kept: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_fxshard_split", {})
+    if shard_size not in kept:
+        ranks, limit = mesh.mesh.reshape(-1, shard_size), share_timeout(mesh, mesh.ndim - 1)
+        mine = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        replicas = _torch.new_group(ranks[:, mine[1]].tolist(), limit, "replicate")
+        shards = _torch.new_group(ranks[mine[0]].tolist(), limit, "shard")
         names = ("replicate", "shard")
-        cached = DeviceMesh.from_group([everybody, alone], mesh.device_type, ranks.view(-1, 1), mesh_dim_names=names)
-        mesh._fxshard_replicated = cached  # type: ignore[attr-defined]
-    return cached
+        kept[shard_size] = DeviceMesh.from_group([replicas, shards], mesh.device_type, ranks, mesh_dim_names=names)
+    return kept[shard_size]
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

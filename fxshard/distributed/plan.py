@@ -70,6 +70,13 @@ def set_distribution_plan(model: nn.Module, plan: DistributionPlan) -> None:
     if not isinstance(plan, DistributionPlan):
         raise ValueError(f"set_distribution_plan records a DistributionPlan, got {plan!r}")
     # First all reads, then all writes: torch.compile's wrapper forwards both to the module inside, and both are listed.
+    check_unrecorded(model, plan)
+    for module in model.modules():
+        setattr(module, _PLAN, plan)
+
+
+def check_unrecorded(model: nn.Module, plan: DistributionPlan) -> None:
+    """``RuntimeError`` if ``set_distribution_plan`` would raise one."""
     for name, module in model.named_modules():
         recorded = getattr(module, _PLAN, None)
         if recorded is not None:
@@ -82,8 +89,6 @@ def set_distribution_plan(model: nn.Module, plan: DistributionPlan) -> None:
             f"the plan is for world_size={plan.world_size}, but this run has {size()} ranks; record a plan made for "
             "the live run"
         )
-    for module in model.modules():
-        setattr(module, _PLAN, plan)
 
 
 def distribution_plan(model: nn.Module) -> DistributionPlan:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from training import full
 
 import fxshard
-from fxshard.mesh import replicated_mesh
+from fxshard.mesh import split_mesh
 
 Plain = Callable[[Sequence[Sequence[str]]], Trained]
 FORMS = ("eager", "fx")
@@ -85,7 +85,7 @@ def what_replicated_parameters_are() -> tuple[Any, ...]:
     norm = torch.nn.utils.get_total_norm([full(p.grad) for p in (weight, bias)])  # type: ignore[misc]
     same = torch.nn.utils.clip_grad_norm_([weight, bias], 100.0)
     rows = weight._local_tensor.shape[0], bias._local_tensor.shape[0]
-    return *rows, replicated_mesh(mesh) is bias.device_mesh, torch.allclose(norm, same)
+    return *rows, split_mesh(mesh, 1) is bias.device_mesh, torch.allclose(norm, same)
 
 
 def test_every_rank_holds_a_replicated_parameter_whole(ranks2: RankPool) -> None:
