@@ -83,12 +83,15 @@ def _close(what: str, want: Tensor, got: Tensor, tolerance: float) -> None:
 
 
 def compiled(model: nn.Module, form: str) -> Callable[..., Any]:
-    """``form``: eager, aot_eager or inductor (stock backends), fx or fx-unfused or fx-inductor (ours)."""
+    """``form``: eager, aot_eager or inductor (stock backends), fx or fx-unfused or fx-inductor (ours); fx-waiting has
+    every wait at its launch."""
     if form == "eager":
         return model
     if form in ("aot_eager", "inductor"):
         return torch.compile(model, backend=form, fullgraph=True)
-    options = {"codegen": "inductor" if form == "fx-inductor" else "eager", "fuse": form != "fx-unfused"}
+    codegen = "inductor" if form == "fx-inductor" else "eager"
+    options: dict[str, Any] = {"codegen": codegen, "fuse": form != "fx-unfused"}
+    options |= {"prefetch": 0, "in_flight": 0} if form == "fx-waiting" else {}
     return torch.compile(model, backend="fxshard", fullgraph=True, options={**options, "check_order": "error"})
 
 
