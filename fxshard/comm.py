@@ -20,12 +20,17 @@ def all_gather(segment: Tensor, groups: MeshGroups) -> Tensor:
 
     At shard size 1 the segment itself comes back.
     """
-    if groups.gather is None:
-        return segment
-    if segment.is_complex():
-        return torch.view_as_complex(all_gather(torch.view_as_real(segment).flatten(), groups).unflatten(0, (-1, 2)))
-    out = c10d.all_gather_into_tensor(segment.contiguous(), groups.shard_size, groups.gather)
-    return c10d.wait_tensor(out)
+    return segment if groups.gather is None else finish_all_gather(start_all_gather(segment, groups), segment)
+
+
+def start_all_gather(segment: Tensor, groups: MeshGroups) -> Tensor:
+    """Launch ``all_gather`` over more than one rank; ``finish_all_gather`` waits for what comes back."""
+    return c10d.all_gather_into_tensor(_real(segment).contiguous(), groups.shard_size, groups.gather)
+
+
+def finish_all_gather(started: Tensor, segment: Tensor) -> Tensor:
+    """What ``all_gather`` of ``segment`` gives, from what ``start_all_gather`` gave."""
+    return _like(segment, c10d.wait_tensor(started))
 
 
 def reduce_scatter(packed: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-_PREFETCH = 'how far ahead units are gathered is an option of the compiled graph: options={"prefetch": n}'
 _GRAPH = "collectives are nodes of the compiled graph, and a pass can replace them"
 _BUFFERS = "the compiled graph allocates the buffers of its collectives"
 
 INSTEAD = {
-    "set_modules_to_forward_prefetch": _PREFETCH,
-    "set_modules_to_backward_prefetch": _PREFETCH,
     "set_custom_all_gather": _GRAPH,
     "set_custom_reduce_scatter": _GRAPH,
     "set_all_reduce_hook": "use hooks of parameters, register_post_accumulate_grad_hook",

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fxshard import _torch, comm
+from fxshard import _torch
 from fxshard.agreement import Agreement, Kind, Phase, Ticket
+from fxshard.ahead import Ahead
 from fxshard.bucket import ParamBucket
 from fxshard.mesh import ranks_of
 from fxshard.unreduced import dense
@@ -34,6 +35,7 @@ class Scope:
         self.units = list(units)
         self.windows: dict[ParamBucket, Window] = {}
         self.held: dict[ParamBucket, Window] = {}  # by ``unshard()``, until ``reshard()``
+        self.ahead = Ahead()
         self._regathered: list[Window] = []
         self._running: list[nn.Module] = []  # whose forward is on its way, outermost first
         self._backward = _torch.NO_BACKWARD  # the backward whose end is awaited
@@ -72,17 +74,27 @@ class Scope:
 
     def _open(self, bucket: ParamBucket) -> Window:
         self.await_backward()
-        if bucket.groups.gather is not None:
+        if bucket.groups.gather is not None and bucket not in self.ahead:
             self._want([(self._gather_kind(), bucket)])
         window = Window(bucket)
         window.open()
+        if self.depth > 0 and _torch.current_backward() == _torch.NO_BACKWARD:  # recomputation does not prefetch
+            self._launch_ahead(bucket.unit.forward_prefetch)
         return window
+
+    def _launch_ahead(self, units: Iterable[Unit]) -> None:
+        for bucket in (b for unit in units for b in unit.buckets):
+            here = bucket in self.ahead or bucket in self.windows or bucket in self.held
+            if bucket.groups.gather is not None and not here:
+                self._want([(self._gather_kind(), bucket)])
+                self.ahead.launch(bucket)
 
     @_torch.outside_dynamo
     def hold(self, buckets: Iterable[ParamBucket]) -> None:
         """Gather buckets and keep them, also outside forwards; collective."""
         for bucket in buckets:
-            self.held[bucket] = self._open(bucket)
+            if bucket not in self.held or not self.held[bucket].serves:
+                self.held[bucket] = self._open(bucket)
 
     def release(self, buckets: Iterable[ParamBucket]) -> None:
         for bucket in buckets:
@@ -127,6 +139,7 @@ class Scope:
             self.depth -= 1
             if outermost:
                 self.windows.clear()
+                self.ahead.drop()
                 if not in_backward:
                     self._phases[False].clear()
 
@@ -168,8 +181,12 @@ class Scope:
     @_torch.outside_dynamo
     def prepare_regather(self, window: Window) -> None:
         self.await_backward()
-        self._want([(Kind.REGATHER, window.bucket)])
+        if window.bucket not in self.ahead:
+            self._want([(Kind.REGATHER, window.bucket)])
+            self.ahead.launch(window.bucket)
         self._regathered.append(window)
+        had = {w.bucket.unit for w in self._regathered}
+        self._launch_ahead(u for u in window.bucket.unit.backward_prefetch if u.reshard_after_forward and u not in had)
 
     @_torch.outside_dynamo
     def reduce(self, bucket: ParamBucket, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -194,6 +211,7 @@ class Scope:
         for window in self._regathered:
             window.regathered = None
         self._regathered.clear()
+        self.ahead.drop()
         if self.depth == 0:
             self.windows.clear()
 
@@ -276,7 +294,7 @@ class Scope:
                 self._reduce_waiting(bucket)
             else:
                 bucket.refresh()
-                comm.all_gather(bucket.flat.detach().to(bucket.device, bucket.dtypes.gather), bucket.groups)
+                Ahead().gather(bucket)
 
     def _reduce_waiting(self, bucket: ParamBucket) -> None:
         reduced = bucket.unreduced.reduce(())

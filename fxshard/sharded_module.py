@@ -63,6 +63,17 @@ class ShardedModule:
                 "gathered again by the next forward; leave it at True, or unshard() the module for the micro-batches"
             )
 
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Units whose all-gathers eager code launches when it gathers this unit in forward; none by default. Compiled
+        graphs follow their schedule (option ``prefetch``)."""
+        for unit in units_of(self, recurse=False):
+            unit.forward_prefetch = _units_named(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """The same in backward."""
+        for unit in units_of(self, recurse=False):
+            unit.backward_prefetch = _units_named(modules)
+
     # -- how far gradients are reduced --------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -139,6 +150,16 @@ class ShardedModule:
         for bucket in {r.bucket for r in self.__dict__.get("_fxshard_reads", {}).values()}:
             bucket.follow_storage()
         return self
+
+
+def _units_named(modules: Any) -> tuple[Unit, ...]:
+    if not isinstance(modules, list):
+        raise ValueError(f"modules to prefetch are a list of sharded modules, got {type(modules).__name__}")
+    for i, module in enumerate(modules):
+        if not isinstance(module, ShardedModule) or not units_of(module, recurse=False):
+            what = f"item {i} of the modules to prefetch, a {type(module).__name__}"
+            raise ValueError(f"{what}, is no unit; apply fully_shard to it first")
+    return tuple(u for module in modules for u in units_of(module, recurse=False))
 
 
 def _check_native_average(unit: Unit) -> None:

@@ -31,6 +31,8 @@ class Unit:
     reduce_op: str = "avg"  # one of fxshard.reduction.OPS
     divide_factor: float | None = None  # in place of the number of ranks
     scale: Tensor | None = None  # 0 dims: multiplies packed gradients before they are reduced
+    forward_prefetch: tuple[Unit, ...] = ()  # gathered ahead by eager code, when this unit is gathered in forward
+    backward_prefetch: tuple[Unit, ...] = ()  # the same in backward
     _ran: set[int] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard import _torch, comm
+from fxshard import _torch
 from fxshard.bucket import ParamBucket
 
 
@@ -26,7 +26,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(flat: Tensor, window: Window) -> tuple[Tensor, ...]:
         bucket = window.bucket
-        gathered = comm.all_gather(flat.detach().to(bucket.device, bucket.dtypes.gather), bucket.groups)
+        gathered = bucket.unit.scope.ahead.gather(bucket)
         window.remember(gathered)
         return tuple(bucket.full_params(gathered))
 
@@ -97,9 +97,7 @@ class Window:
             )
         if self.regathered is None:
             self.bucket.unit.scope.prepare_regather(self)
-            with torch.no_grad():
-                flat = self.bucket.flat.detach().to(self.bucket.device, self.bucket.dtypes.gather)
-                self.regathered = comm.all_gather(flat, self.bucket.groups)
+            self.regathered = self.bucket.unit.scope.ahead.gather(self.bucket)
         return self.regathered
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,9 +38,9 @@ class Net(nn.Module):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts calls of collectives: all_gather and reduce_scatter on buckets, and messages between ranks."""
+    """Counts calls of collectives: all-gathers and reduce_scatter on buckets, and messages between ranks."""
     counts: Counter[str] = Counter()
-    saved = comm.all_gather, comm.reduce_scatter, dist.all_reduce
+    saved = comm.start_all_gather, comm.reduce_scatter, dist.all_reduce
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -48,13 +49,13 @@ def counted() -> Iterator[Counter[str]]:
 
         return run
 
-    comm.all_gather = counting("gather", saved[0])
+    comm.start_all_gather = counting("gather", saved[0])
     comm.reduce_scatter = counting("reduce", saved[1])
     dist.all_reduce = counting("message", saved[2])
     try:
         yield counts
     finally:
-        comm.all_gather, comm.reduce_scatter, dist.all_reduce = saved
+        comm.start_all_gather, comm.reduce_scatter, dist.all_reduce = saved
 
 
 def step(model: nn.Module) -> None:
@@ -320,3 +321,84 @@ def count_of_third_step() -> Counter[str]:
 def test_an_order_of_use_is_learned_and_nothing_is_done_twice(ranks2: RankPool) -> None:
     for counts in ranks2.run(count_of_third_step):
         assert counts == {"gather": 7, "reduce": 4, "message": 2}  # backward does not read the first weight
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def order_of_gathers(prefetch: bool) -> tuple[list[str], list[Tensor]]:
+    """Launches and waits of the second step, by layer, and the gradients."""
+    torch.manual_seed(0)
+    model: Any = Deep()
+    for layer in model.layers:
+        fxshard.fully_shard(layer, reshard_after_forward=True)
+    fxshard.fully_shard(model)
+    if prefetch:
+        for before, after in itertools.pairwise(model.layers):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+    number = {layer._fxshard_unit.buckets[0].flat.data_ptr(): i for i, layer in enumerate(model.layers)}
+    said: list[str] = []
+    start, finish = comm.start_all_gather, comm.finish_all_gather
+
+    def started(segment: Tensor, groups: Any) -> Tensor:
+        said.append(f"launch {number[segment.data_ptr()]}")
+        return start(segment, groups)
+
+    def finished(sent: Tensor, segment: Tensor) -> Tensor:
+        said.append(f"wait {number[segment.data_ptr()]}")
+        return finish(sent, segment)
+
+    comm.start_all_gather, comm.finish_all_gather = started, finished
+    try:
+        for _ in range(2):
+            said.clear()
+            model.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+    finally:
+        comm.start_all_gather, comm.finish_all_gather = start, finish
+    return said, [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_units_that_are_named_are_gathered_ahead(ranks2: RankPool) -> None:
+    plain = ranks2.run(order_of_gathers, False)[0]
+    for said, grads in ranks2.run(order_of_gathers, True):
+        # The first layer's input needs no gradient, so backward does not read its weight but for being named.
+        assert ", ".join(plain[0]) == (
+            "launch 0, wait 0, launch 1, wait 1, launch 2, wait 2, launch 2, wait 2, launch 1, wait 1"
+        )
+        forward = "launch 0, wait 0, launch 1, wait 1, launch 2, wait 2"
+        backward = "launch 2, launch 1, wait 2, launch 0, wait 1, wait 0"
+        assert said == f"{forward}, {backward}".split(", ")
+        assert all(torch.equal(a, b) for a, b in zip(grads, plain[1], strict=True))
+
+
+def held_twice() -> Counter[str]:
+    model: Any = fxshard.fully_shard(nn.Linear(4, 4))
+    for _ in range(2):
+        with counted() as counts:  # once the order is learned
+            model.unshard()
+            model.unshard()
+            model(torch.ones(2, 4))
+        model.reshard()
+    return counts
+
+
+def test_what_is_unsharded_already_is_not_gathered_again(ranks2: RankPool) -> None:
+    for counts in ranks2.run(held_twice):
+        assert counts["gather"] == 1
+
+
+@pytest.mark.parametrize("modules", [(nn.Linear(1, 1),), [nn.Linear(1, 1)], None], ids=("tuple", "unsharded", "none"))
+def test_only_units_can_be_gathered_ahead(modules: Any) -> None:
+    layer: Any = fxshard.fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="modules to prefetch"):
+        layer.set_modules_to_forward_prefetch(modules)

@@ -79,8 +79,8 @@ def test_every_method_is_there_with_the_same_arguments_or_says_what_to_do_instea
 
 
 def test_what_is_refused_is_refused_in_words_of_the_options_and_methods_that_there_are() -> None:
-    assert 'options={"prefetch": n}' in INSTEAD["set_modules_to_forward_prefetch"]
-    options = {"prefetch": 2, "in_flight": 2, "codegen": "eager"}
+    assert 'options={"in_flight": n}' in INSTEAD["set_reduce_scatter_max_input_buffers"]
+    options = {"in_flight": 2, "codegen": "eager"}
     model = torch.compile(nn.Linear(2, 2), backend="fxshard", options=options)
     assert model(torch.ones(1, 2)).shape == (1, 2)
     assert callable(sharded().set_gradient_divide_factor)
