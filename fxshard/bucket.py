@@ -267,8 +267,11 @@ class ParamBucket:
             for owner, attr in slot.owners:
                 if owner._parameters.get(attr) is not slot.param:
                     self._adopt(i, owner._parameters.get(attr))
-            if slot.param._local_tensor.data_ptr() != places[i]:  # type: ignore[attr-defined]
-                self._copy_back(i)
+        moved = [i for i, s in enumerate(self.slots) if s.param._local_tensor.data_ptr() != places[i]]  # type: ignore[attr-defined]
+        for i in moved:
+            self._detach_from_flat(i)  # before any is copied back: two may have exchanged their places
+        for i in moved:
+            self._copy_back(i)
 
     def take_values(self, param: Tensor) -> None:
         """``param``, one of the bucket's, was given other data: make it values of the flat shard."""
@@ -276,6 +279,13 @@ class ParamBucket:
         local = param._local_tensor  # type: ignore[attr-defined]
         if i is not None and (local.dtype, local.device) == (self.flat.dtype, self.flat.device):
             self._copy_back(i)  # otherwise the unit moves as a whole, or refresh() refuses
+
+    def _detach_from_flat(self, i: int) -> None:
+        """Give parameter ``i`` memory of its own if it lies in the flat shard, at another's place."""
+        param = self.slots[i].param
+        local = param._local_tensor  # type: ignore[attr-defined]
+        if not local.is_meta and local.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
+            param._local_tensor = local.clone()  # type: ignore[attr-defined]
 
     def _copy_back(self, i: int) -> None:
         """Copy what lies elsewhere of parameter ``i`` to its place in the flat shard, and alias that again."""

@@ -1,4 +1,4 @@
-"""Puts the folder of the test tools on the path, for ``python tests/fuzz/run.py``."""
+"""Puts the folder of the test tools on the path, for ``python tests/fuzz/fuzz.py``."""
 
 import sys
 from pathlib import Path

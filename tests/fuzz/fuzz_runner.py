@@ -71,7 +71,7 @@ class Runner:
 
 def report(spec: Spec, runner: Runner, fault: str) -> str:
     """What a person needs to see a fault again."""
-    command = f"python tests/fuzz/run.py --seed {spec.seed} --ranks {runner.ranks} --form {runner.form}"
+    command = f"python tests/fuzz/fuzz.py --seed {spec.seed} --ranks {runner.ranks} --form {runner.form}"
     return f"{spec.describe()}\n  {fault}\n  again: {command}"
 
 

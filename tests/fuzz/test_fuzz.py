@@ -1,6 +1,6 @@
 """Random models train sharded as in one process; and what the comparison sees.
 
-``pytest -m slow tests/fuzz`` runs more of them, in every form; ``python tests/fuzz/run.py`` runs as many as asked.
+``pytest -m slow tests/fuzz`` runs more of them, in every form; ``python tests/fuzz/fuzz.py`` runs as many as asked.
 """
 
 from __future__ import annotations
@@ -114,4 +114,4 @@ def test_ranks_that_do_not_answer_are_a_fault_with_the_seed_the_model_and_a_comm
     runner.close()
     assert text.startswith("seed 7: ") and all(layer.kind in text for layer in random_spec(7).layers)
     assert "no answer within 0.0 s" in text
-    assert text.endswith("again: python tests/fuzz/run.py --seed 7 --ranks 2 --form fx")
+    assert text.endswith("again: python tests/fuzz/fuzz.py --seed 7 --ranks 2 --form fx")

@@ -1,4 +1,4 @@
-"""Random models: ``python tests/fuzz/run.py --models 1000 --seed 0 --ranks 2 --form fx``, a report a fault.
+"""Random models: ``python tests/fuzz/fuzz.py --models 1000 --seed 0 --ranks 2 --form fx``, a report a fault.
 
 Ends with the number of models that trained as one process does, and exit status 1 if any did not.
 """
