@@ -33,7 +33,7 @@ def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen dataclass
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -53,7 +53,8 @@ def fully_shard(
     Args:
         module: what to shard.
         mesh: 1-D (shard) or 2-D (replicate, shard). None: the world, or this process alone.
-        reshard_after_forward: gather again for backward. None: True for inner units, False for the outermost.
+        reshard_after_forward: gather again for backward. None: True for inner units, False for the outermost. Of ints,
+            the size of the group to reshard to, only 1 (False) and the mesh's shard size (True) are supported.
         shard_placement_fn: how to cut a parameter: ``Shard(k)`` along dim k, of any size; ``BlockAtomic(rows)`` along
             dim 0 between blocks of rows; ``TensorAtomic()`` not at all, one rank owns it; None: along dim 0. A pair of
             one of these and a mesh cuts it over that mesh, e.g. experts over an expert group.
@@ -70,12 +71,11 @@ def fully_shard(
     """
     modules = check_modules(module)
     _check_options(offload_policy, replicate_params or (), param_mp_policies or {})
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"reshard_after_forward should be a bool or None, got {reshard_after_forward!r}")
     found = collect_params(modules, ignored_params or set())
     mesh = resolve_mesh(mesh, device_type_of(f.param for f in found))
+    reshards = _reshards(reshard_after_forward, mesh)
     inner = [u for m in modules for u in units_of(m)]
-    unit = Unit(modules, [], bool(reshard_after_forward), mp_policy, Scope(), reshard_after_forward is None)
+    unit = Unit(modules, [], bool(reshards), mp_policy, Scope(), reshards is None)
     sharding = Sharding(
         mesh, mp_policy, offload_policy, shard_placement_fn, replicate_params or frozenset(), param_mp_policies or {}
     )
@@ -134,6 +134,23 @@ def shard(
             param_mp_policies=param_mp_policies,
         )
     return model
+
+
+def _reshards(asked: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    if asked is None or isinstance(asked, bool):
+        return asked
+    shards = mesh.size(mesh.ndim - 1)
+    if not isinstance(asked, int) or asked < 1 or shards % asked:
+        raise ValueError(
+            f"reshard_after_forward should be a bool, None, or an int that divides the mesh's shard size {shards}; got "
+            f"{asked!r}"
+        )
+    if asked not in (1, shards):
+        raise NotImplementedError(
+            f"reshard_after_forward={asked}, resharding to groups of {asked} of {shards} ranks, is not supported; use "
+            "True (the least memory) or False (the least communication)"
+        )
+    return asked != 1
 
 
 def _check_options(

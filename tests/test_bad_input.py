@@ -147,10 +147,21 @@ def test_lists_of_modules_are_checked() -> None:
 
 
 def test_arguments_that_mean_nothing_yet_are_refused() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward"):
+    with pytest.raises(ValueError, match="an int that divides the mesh's shard size 1; got 4"):
         fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=4)
+    with pytest.raises(ValueError, match="reshard_after_forward should be a bool, None, or an int .* got 'yes'"):
+        fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")
     with pytest.raises(ValueError, match="units should be"):
         fxshard.shard(nn.Linear(2, 2), units="blocks")
+
+
+def test_resharding_to_a_smaller_group_is_refused_and_to_one_rank_or_all_is_not(fake_world: Any) -> None:
+    with fake_world(4):
+        for group, reshards in ((1, False), (4, True)):
+            layer: Any = fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=group)
+            assert layer._fxshard_unit.reshard_after_forward is reshards
+        with pytest.raises(NotImplementedError, match="resharding to groups of 2 of 4 ranks, is not supported"):
+            fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
 
 
 def test_a_cut_along_a_dim_that_is_not_there_is_refused_by_name() -> None:
