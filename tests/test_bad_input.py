@@ -149,7 +149,7 @@ def test_lists_of_modules_are_checked() -> None:
 def test_arguments_that_mean_nothing_yet_are_refused() -> None:
     with pytest.raises(ValueError, match="an int that divides the mesh's shard size 1; got 4"):
         fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=4)
-    with pytest.raises(ValueError, match="reshard_after_forward should be a bool, None, or an int .* got 'yes'"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward should be a bool, None, or an int .* got 'yes'"):
         fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")
     with pytest.raises(ValueError, match="units should be"):
         fxshard.shard(nn.Linear(2, 2), units="blocks")
