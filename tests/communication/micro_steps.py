@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +50,8 @@ class Net(nn.Module):
 
 @dataclass
 class Trained:
-    """Full gradients and parameters after each step; by micro-batch, the collectives, whether any ``.grad`` was there
-    before the step, and how many parameters' gradients waited."""
+    """Full gradients and parameters after each step; of each micro-batch, whether any ``.grad`` was there behind it and
+    how many parameters' gradients waited; of each of the last step, the collectives, if they were to be noted."""
 
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     params: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -108,12 +108,13 @@ def train(
     *,
     make: Callable[[], nn.Module] = Net,
     prepare: Prepare | None = None,
-    between: Callable[[nn.Module, int], None] | None = None,
     shard: dict[str, Any] | None = None,
+    log: bool = False,
 ) -> Trained:
     """On every rank, or in one process with ``form`` "plain": one entry of ``script`` a step, one flag a micro-batch.
 
-    ``prepare`` is called with the sharded model, ``between`` with the model and the number of the next micro-batch.
+    ``prepare`` is called with the sharded model.
+    ``log``: note the collectives of the last step, which takes a second a micro-batch.
     """
     torch.manual_seed(0)
     model: Any = make()
@@ -127,20 +128,19 @@ def train(
     forward = compiled(model, form if form != "plain" else "eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     out, number = Trained(), 0
-    for flags in script:
+    for step, flags in enumerate(script):
         optimizer.zero_grad()
+        logged = log and step == len(script) - 1
         for flag in flags:
-            if between is not None:
-                between(model, number)
             x, y = batch(number)
             number += 1
             if form == "plain":
                 ((model(x) - y) ** 2).mean().backward()
                 continue
             set_flags(model, flag)
-            with collectives() as log:
+            with collectives() if logged else nullcontext([]) as launched:
                 ((forward(x[part]) - y[part]) ** 2).mean().backward()
-            out.logs.append(log)
+            out.logs += [launched] * logged
             out.graded.append(any(p.grad is not None for p in model.parameters()))
             out.waiting.append(len(model.waiting_gradients()))
         out.grads.append({k: full(p.grad) for k, p in model.named_parameters()})

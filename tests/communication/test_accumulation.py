@@ -18,7 +18,8 @@ import fxshard
 from fxshard.unit import units_of
 
 Plain = Callable[[Sequence[Sequence[str]]], Trained]
-FORMS = ("eager", "fx", "fx-unfused")
+UNFUSED = pytest.param("fx-unfused", marks=pytest.mark.slow)
+FORMS = ("eager", "fx", UNFUSED)
 
 
 def counts(log: Sequence[tuple[str, int]]) -> Counter[str]:
@@ -36,30 +37,37 @@ def test_what_waits_is_summed_by_the_next_reduction(ranks2: RankPool, plain: Pla
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("script", [PARK, MIXED], ids=["park", "mixed"])
+@pytest.mark.parametrize(
+    "script", [pytest.param(PARK, id="park", marks=pytest.mark.slow), pytest.param(MIXED, id="mixed")]
+)
 def test_segments_wait_for_the_all_reduce(ranks4: RankPool, plain: Plain, form: str, script: Any) -> None:
     plain(script).compare(answer(ranks4.run(train, form, (2, 2), script)))
 
 
-@pytest.mark.parametrize("form", ("eager", "fx"))
+@pytest.mark.parametrize("form", ("eager", pytest.param("fx", marks=pytest.mark.slow)))
 def test_segments_wait_where_there_are_no_replicas_too(ranks2: RankPool, plain: Plain, form: str) -> None:
     plain(MIXED).compare(answer(ranks2.run(train, form, (2,), MIXED)))
 
 
+@pytest.mark.slow
 def test_generated_code_accumulates_the_same(ranks4: RankPool, plain: Plain) -> None:
     script = [["wait", "park", "sync"], ["wait", "park", "sync"]]
     plain(script).compare(answer(ranks4.run(train, "fx-inductor", (2, 2), script)))
 
 
-@pytest.mark.parametrize("form", ("eager", "fx"))
+@pytest.mark.parametrize("form", (pytest.param("eager", marks=pytest.mark.slow), "fx"))
 def test_each_stage_has_the_collectives_it_needs_and_no_others(ranks4: RankPool, form: str) -> None:
-    got = answer(ranks4.run(train, form, (2, 2), [["wait", "park", "sync"]] * 2))
-    reductions = [counts(log) - Counter(all_gather=10**6) for log in got.logs[3:]]
+    got = answer(ranks4.run(_train_and_log, form, (2, 2), [["wait", "park", "sync"]] * 2))
+    reductions = [counts(log) - Counter(all_gather=10**6) for log in got.logs]
     units = 3
     assert reductions == [{}, {"reduce_scatter": units}, {"reduce_scatter": units, "all_reduce": units}]
     assert got.graded == [False, False, True] * 2
     params = len(got.grads[0])
     assert got.waiting == [params, params, 0] * 2
+
+
+def _train_and_log(form: str, shape: Sequence[int], script: Any) -> Trained:
+    return train(form, shape, script, log=True)
 
 
 def parked_values(form: str) -> list[list[float]]:

@@ -37,22 +37,30 @@ def factors(model: Any, op: str | None, divide: float | None, scale: Any) -> Non
             unit.modules[0].set_gradient_scaling_factor(scale)
 
 
+ASKED: dict[str, tuple[str | None, float | None, Any, float]] = {
+    "sum": (" SUM ", None, None, 4.0),
+    "mean": ("avg", None, None, 1.0),
+    "divisor": (None, 2.0, None, 2.0),
+    "sum and divisor": ("sum", 8, None, 0.5),
+    "factor": (None, None, 2.0, 2.0),
+    "whole factor": (None, None, 3, 3.0),
+    "tensor": (None, None, torch.tensor([0.5]), 0.5),
+}
+BY_DEFAULT = {("eager", "sum"), ("fx", "sum and divisor"), ("fx", "tensor")}
+
+
 @pytest.mark.parametrize(
-    ("op", "divide", "scale", "times"),
+    ("form", "asked"),
     [
-        (" SUM ", None, None, 4.0),
-        ("avg", None, None, 1.0),
-        (None, 2.0, None, 2.0),
-        ("sum", 8, None, 0.5),
-        (None, None, 2.0, 2.0),
-        (None, None, 3, 3.0),
-        (None, None, torch.tensor([0.5]), 0.5),
+        pytest.param(form, asked, marks=() if (form, asked) in BY_DEFAULT else pytest.mark.slow)
+        for form in FORMS
+        for asked in ASKED
     ],
 )
-@pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_the_mean_times_what_was_asked_for(
-    ranks4: RankPool, plain: Plain, form: str, op: str | None, divide: float | None, scale: Any, times: float
+    ranks4: RankPool, plain: Plain, form: str, asked: str
 ) -> None:
+    op, divide, scale, times = ASKED[asked]
     prepare = partial(factors, op=op, divide=divide, scale=scale)
     got = answer(ranks4.run(_train_prepared, form, (2, 2), STEP, prepare)).grads[0]
     for name, grad in plain(STEP).grads[0].items():
@@ -98,7 +106,7 @@ FLAGS = [["sync"] * 3, ["wait", "wait", "sync"], ["park", "park", "sync"]]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: f[0])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", (pytest.param("eager", marks=pytest.mark.slow), "fx"))
 def test_a_factor_acts_once_and_a_new_value_recompiles_nothing(
     ranks4: RankPool, form: str, flags: Sequence[str]
 ) -> None:

@@ -21,7 +21,8 @@ from fxshard.mesh import split_mesh
 
 Plain = Callable[[Sequence[Sequence[str]]], Trained]
 FORMS = ("eager", "fx")
-STEPS = [["sync"]] * 3
+EAGER_SLOWLY = pytest.param("eager", marks=pytest.mark.slow)
+STEPS = [["sync"]] * 2
 
 
 def counts(trained: Trained) -> Counter[str]:
@@ -29,10 +30,14 @@ def counts(trained: Trained) -> Counter[str]:
     return Counter(op for op, _ in trained.logs[-1])
 
 
-@pytest.mark.parametrize("form", FORMS)
+def _train(form: str, shape: Sequence[int], script: Any) -> Trained:
+    return train(form, shape, script, log=True)
+
+
+@pytest.mark.parametrize("form", (EAGER_SLOWLY, "fx"))
 def test_hybrid_sharding_equals_sharding_over_all_and_one_process(ranks4: RankPool, plain: Plain, form: str) -> None:
-    hybrid = answer(ranks4.run(train, form, (2, 2), STEPS))
-    sharded = answer(ranks4.run(train, form, (4,), STEPS))
+    hybrid = answer(ranks4.run(_train, form, (2, 2), STEPS))
+    sharded = answer(ranks4.run(_train, form, (4,), STEPS))
     plain(STEPS).compare(hybrid)
     plain(STEPS).compare(sharded)
     sharded.compare(hybrid)
@@ -41,14 +46,14 @@ def test_hybrid_sharding_equals_sharding_over_all_and_one_process(ranks4: RankPo
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_shard_dim_of_one_rank_is_data_parallel(ranks2: RankPool, plain: Plain, form: str) -> None:
-    got = answer(ranks2.run(train, form, (2, 1), STEPS))
+    got = answer(ranks2.run(_train, form, (2, 1), STEPS))
     plain(STEPS).compare(got)
     assert counts(got) == {"all_reduce": 3}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_replicate_dim_of_one_rank_is_plain_sharding(ranks2: RankPool, plain: Plain, form: str) -> None:
-    got = answer(ranks2.run(train, form, (1, 2), STEPS))
+    got = answer(ranks2.run(_train, form, (1, 2), STEPS))
     plain(STEPS).compare(got)
     assert counts(got)["all_reduce"] == 0
 
@@ -61,10 +66,10 @@ def train_with_replicated_norms(form: str, shape: Sequence[int]) -> Trained:
         chosen.update(p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters())
         return model
 
-    return train(form, shape, STEPS, make=make, shard={"replicate_params": chosen})
+    return train(form, shape, STEPS, make=make, shard={"replicate_params": chosen}, log=True)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_replicated_parameters_are_all_reduced_over_all_ranks(
     ranks4: RankPool, plain: Plain, form: str, shape: Sequence[int]
@@ -123,12 +128,12 @@ def mixture(form: str, how: str) -> Trained:
     """Experts over groups of two ranks, the rest over all four."""
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert"))
     if how == "by unit":
-        return train(form, (4,), STEPS, make=lambda: _experts_first(group))
+        return train(form, (4,), STEPS, make=lambda: _experts_first(group), log=True)
 
     def place(param: nn.Parameter) -> Any:
         return (Shard(0), group) if param.ndim == 3 else None
 
-    return train(form, (4,), STEPS, make=Mixture, shard={"shard_placement_fn": place})
+    return train(form, (4,), STEPS, make=Mixture, shard={"shard_placement_fn": place}, log=True)
 
 
 def _experts_first(group: Any) -> nn.Module:
@@ -137,7 +142,7 @@ def _experts_first(group: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("how", ("by unit", "by parameter"))
+@pytest.mark.parametrize("how", ("by unit", pytest.param("by parameter", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_live_on_a_group_of_their_own(ranks4: RankPool, form: str, how: str) -> None:
     got = answer(ranks4.run(mixture, form, how))
