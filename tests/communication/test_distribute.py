@@ -92,7 +92,7 @@ CASES = [
     ("experts and replicas", DistributionPlan(4, 2, "replicate"), {"reduce_scatter": 2, "all_reduce": 5}),
     ("replicas", DistributionPlan(4, 1, "replicate"), {"reduce_scatter": 0, "all_reduce": 3}),
 ]
-BY_DEFAULT = {("fx", "experts and fsdp"), ("eager", "experts and replicas")}
+BY_DEFAULT = {("fx", "experts and fsdp")}
 
 
 @pytest.mark.parametrize(

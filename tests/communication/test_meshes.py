@@ -21,7 +21,6 @@ from fxshard.mesh import split_mesh
 
 Plain = Callable[[Sequence[Sequence[str]]], Trained]
 FORMS = ("eager", "fx")
-EAGER_SLOWLY = pytest.param("eager", marks=pytest.mark.slow)
 STEPS = [["sync"]] * 2
 
 
@@ -34,7 +33,8 @@ def _train(form: str, shape: Sequence[int], script: Any) -> Trained:
     return train(form, shape, script, log=True)
 
 
-@pytest.mark.parametrize("form", (EAGER_SLOWLY, "fx"))
+@pytest.mark.slow  # by default test_parity compares each with one process
+@pytest.mark.parametrize("form", FORMS)
 def test_hybrid_sharding_equals_sharding_over_all_and_one_process(ranks4: RankPool, plain: Plain, form: str) -> None:
     hybrid = answer(ranks4.run(_train, form, (2, 2), STEPS))
     sharded = answer(ranks4.run(_train, form, (4,), STEPS))
