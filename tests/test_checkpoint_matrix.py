@@ -102,12 +102,12 @@ def saved(ranks2: Any, tmp_path_factory: Any) -> str:
     return path
 
 
-@pytest.mark.parametrize("placement", ["blocks", "rows"])
+@pytest.mark.parametrize("placement", ["blocks", pytest.param("rows", marks=pytest.mark.slow)])
 def test_goes_on_at_four_ranks(saved: str, ranks4: Any, placement: str) -> None:
     check(ranks4.run(load_and_go_on, saved, placement))
 
 
-@pytest.mark.parametrize("placement", ["tensors", "dim1"])
+@pytest.mark.parametrize("placement", [pytest.param("tensors", marks=pytest.mark.slow), "dim1"])
 def test_goes_on_at_three_ranks(saved: str, ranks3: Any, placement: str) -> None:
     check(ranks3.run(load_and_go_on, saved, placement))
 

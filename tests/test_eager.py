@@ -124,6 +124,7 @@ def delayed_replicas() -> tuple[list[bool], Tensor, Tensor]:
     return has_grad, model.out.weight.grad.full_tensor(), at_once.out.weight.grad.full_tensor()
 
 
+@pytest.mark.slow  # tests/communication/test_accumulation.py has it by default
 def test_the_all_reduce_over_replicas_can_wait(ranks4: RankPool) -> None:
     for has_grad, delayed, at_once in ranks4.run(delayed_replicas):
         assert has_grad == [False, True]

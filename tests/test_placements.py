@@ -88,6 +88,7 @@ def test_three_ranks_equal_one_process(ranks3: Any, fn: Any, form: str) -> None:
     assert max(ranks3.run(compare, fn, form)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", PLACEMENTS, ids=lambda f: getattr(f, "__name__", "rows"))
 def test_hybrid_sharding_equals_one_process(ranks4: Any, fn: Any) -> None:
     assert max(ranks4.run(compare, fn, "eager", (2, 2))) < 1e-5
