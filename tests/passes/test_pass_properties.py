@@ -168,8 +168,9 @@ def differences(seeds: range) -> list[str]:
     return said
 
 
-def test_the_fused_graph_computes_what_the_unfused_one_does_on_two_ranks(ranks2: Any) -> None:
-    assert ranks2.run(differences, SEEDS, deadline=400.0) == [[], []]
+@pytest.mark.parametrize("seeds", [SEEDS[:10], pytest.param(SEEDS[10:], marks=pytest.mark.slow)], ids=("some", "rest"))
+def test_the_fused_graph_computes_what_the_unfused_one_does_on_two_ranks(ranks2: Any, seeds: range) -> None:
+    assert ranks2.run(differences, seeds, deadline=400.0) == [[], []]
 
 
 def test_the_fused_graph_computes_what_the_unfused_one_does_without_a_process_group() -> None:
