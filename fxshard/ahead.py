@@ -22,7 +22,7 @@ class Ahead:
     def launch(self, bucket: ParamBucket) -> None:
         """Start the bucket's all-gather; collective over its shard group, of more than one rank."""
         bucket.refresh()
-        segment = _segment(bucket)
+        segment = bucket.gather_input()
         self._launched[bucket] = (comm.start_all_gather(segment, bucket.groups), segment, bucket.flat._version)
 
     @torch.no_grad()
@@ -33,14 +33,10 @@ class Ahead:
             gathered = comm.finish_all_gather(started, segment)
             if version == bucket.flat._version:
                 return gathered
-        return comm.all_gather(_segment(bucket), bucket.groups)
+        return comm.all_gather(bucket.gather_input(), bucket.groups)
 
     def drop(self) -> None:
         """Wait for what nobody took."""
         for started, segment, _ in self._launched.values():
             comm.finish_all_gather(started, segment)
         self._launched.clear()
-
-
-def _segment(bucket: ParamBucket) -> Tensor:
-    return bucket.flat.detach().to(bucket.device, bucket.dtypes.gather)

@@ -109,6 +109,10 @@ class ParamBucket:
         """Where the bucket is gathered and reduced."""
         return self.offloaded_from or self.flat.device
 
+    def gather_input(self) -> Tensor:
+        """The flat shard as it is sent: where the bucket is gathered, in the gather dtype, without a graph."""
+        return self.flat.detach().to(self.device, self.dtypes.gather)
+
     @property
     def segment_size(self) -> int:
         """Elements of this rank's segment."""

@@ -29,7 +29,6 @@ class Sharding:
 
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     placement_fn: PlacementFn | None = None
     replicated: Set[nn.Parameter] = frozenset()
     policies: Mapping[nn.Parameter, MixedPrecisionPolicy] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fxshard import _torch
+from fxshard import _torch, comm
 from fxshard.agreement import Agreement, Kind, Phase, Ticket
 from fxshard.ahead import Ahead
 from fxshard.bucket import ParamBucket
@@ -294,7 +294,7 @@ class Scope:
                 self._reduce_waiting(bucket)
             else:
                 bucket.refresh()
-                Ahead().gather(bucket)
+                comm.all_gather(bucket.gather_input(), bucket.groups)
 
     def _reduce_waiting(self, bucket: ParamBucket) -> None:
         reduced = bucket.unreduced.reduce(())

@@ -77,7 +77,7 @@ def fully_shard(
     inner = [u for m in modules for u in units_of(m)]
     unit = Unit(modules, [], bool(reshards), mp_policy, Scope(), reshards is None)
     sharding = Sharding(
-        mesh, mp_policy, offload_policy, shard_placement_fn, replicate_params or frozenset(), param_mp_policies or {}
+        mesh, mp_policy, shard_placement_fn, replicate_params or frozenset(), param_mp_policies or {}
     )
     placed = place(found, sharding)
     for shared in dict.fromkeys(p.mesh for p in placed):
