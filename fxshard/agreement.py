@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What a rank can want of a bucket: full parameters in forward, again in backward, or its gradients reduced."""
+    """What a rank can want of a bucket: full parameters in forward; again in backward, from the shards or from the
+    parts that some ranks kept; or its gradients reduced."""
 
     GATHER = 0
     REGATHER = 1
-    REDUCE = 2
+    GATHER_PARTS = 2
+    REDUCE = 3
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fxshard import registry
 from fxshard.cut import Cut
 from fxshard.layout import GlobalLayout, Range
 from fxshard.layout_tensor import LayoutTensor
-from fxshard.mesh import MeshGroups
+from fxshard.mesh import MeshGroups, MeshPart, part_of
 from fxshard.noted import Noted
 from fxshard.param_link import ParamLink
 from fxshard.reduction import Reduction, Stage, plan_reduction
@@ -118,12 +118,26 @@ class ParamBucket:
         """Elements of this rank's segment."""
         return self.flat.numel()
 
+    @property
+    def kept_part(self) -> MeshPart | None:
+        """Who shares what is kept of the gathered buffer between forward and backward, if that is more than the
+        segments: ``reshard_after_forward`` as a number of ranks."""
+        size = self.unit.reshard_size
+        if size is None or not self.unit.reshard_after_forward or size >= self.groups.shard_size:
+            return None
+        return part_of(self.mesh, size)
+
     def set_reduction(self, op: str = "avg", divide_factor: float | None = None) -> None:
-        """Decide what divides gradients, and take a new key: graphs that are captured from now on keep to it."""
+        """Decide what divides gradients; see ``take_new_key``."""
         groups = self.groups
         self.reduction = plan_reduction(
             groups.shard_size, groups.replicate_size, self.dtypes.reduce, op, divide_factor
         )
+        self.take_new_key()
+
+    def take_new_key(self) -> None:
+        """Be captured anew: compiled code guards on the key, and what holds of the bucket now is in graphs to come."""
+        groups = self.groups
         stored = [(tuple(s.cut.storage_shape), s.cut.dim) for s in self.slots]
         sizes = (self.layout.size, self.segment_size, groups.shard_size, groups.replicate_size)
         graphs_depend_on = (self.dtypes, self.reduction, str(self.device), bool(self.unreduced.sinks))

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import _inductor, _torch, plan_agreement
 from fxshard.codegen import Compiled, generate
-from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph, stage_of
-from fxshard.graph_calls import before_graph
+from fxshard.facts import GATHER, KEEP_PART, REDUCE, Buckets, index_of, key_of, nodes_of, read_graph, stage_of
+from fxshard.graph_calls import Launched, before_graph
 from fxshard.inspect.copies import Copies, copies_of
 from fxshard.inspect.dump import Dump
 from fxshard.inspect.schedule import Step, steps_of
@@ -83,9 +83,9 @@ class Capture:
         if kind == "inference":
             self._agree({kind: gm.graph})
         # What the running code must do around the graph, known before the passes replace these nodes.
-        read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER])})
+        read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER, KEEP_PART])})
         reduced = sorted({(key_of(n), stage_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
-        launches: list[tuple[bool, str]] = []
+        launches: list[tuple[Launched, str]] = []
         if self.options.fuse:
             buckets = Buckets.of([gm.graph])
             plan = self._plan(gm.graph, kind, buckets)
@@ -96,7 +96,7 @@ class Capture:
                 gm.recompile()
             self.steps[kind] = steps_of(gm.graph, plan)
             self.copies[kind] = copies_of(gm.graph, self.options.codegen)
-            launches = _launches(self.steps[kind], buckets)
+            launches = _launches(self.steps[kind], plan, buckets)
             self.dump.schedule(plan, self.steps[kind], self.copies[kind])
         if kind != "backward":
             _inductor.keep_output_strides(gm, outputs, _inductor.forward_output_start() if kind == "forward" else 0)
@@ -110,7 +110,7 @@ def _guarded(
     compiled: Compiled,
     read: Sequence[str],
     reduced: Sequence[tuple[str, Stage, int]],
-    launches: Sequence[tuple[bool, str]],
+    launches: Sequence[tuple[Launched, str]],
     same_everywhere: bool,
 ) -> Compiled:
     """Before each call: ranks that may differ hear of its collectives, values that were stored elsewhere are taken
@@ -131,10 +131,15 @@ def _guarded(
     return run
 
 
-def _launches(steps: Sequence[Step], buckets: Buckets) -> list[tuple[bool, str]]:
-    """All-gathers (False) and reductions (True) in launch order, each with its bucket's key; a reduction once."""
-    launched = [(step.op != "all_gather", buckets.by_name[step.bucket].key) for step in steps if step.what == "launch"]
-    return list(dict.fromkeys(launched))
+def _launches(steps: Sequence[Step], plan: Plan, buckets: Buckets) -> list[tuple[Launched, str]]:
+    """What is launched, in order, with the key of its bucket; a reduction of two stages once."""
+    in_parts = {g.bucket for g in plan.gathers if g.ranks < plan.bucket(g.bucket).shard_size}
+    launched: dict[tuple[Launched, str], None] = {}
+    for step in steps:
+        if step.what == "launch":
+            gathers: Launched = "gather parts" if step.bucket in in_parts else "gather"
+            launched[gathers if step.op == "all_gather" else "reduce", buckets.by_name[step.bucket].key] = None
+    return list(launched)
 
 
 def _output_count(gm: fx.GraphModule) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxshard.mesh import MeshGroups
+from fxshard.mesh import MeshGroups, MeshPart
 from fxshard.reduction import Reduction
 
 c10d = torch.ops._c10d_functional
@@ -20,12 +20,19 @@ def all_gather(segment: Tensor, groups: MeshGroups) -> Tensor:
 
     At shard size 1 the segment itself comes back.
     """
-    return segment if groups.gather is None else finish_all_gather(start_all_gather(segment, groups), segment)
+    if groups.gather is None:
+        return segment
+    return finish_all_gather(start_all_gather(segment, groups.shard_size, groups.gather), segment)
 
 
-def start_all_gather(segment: Tensor, groups: MeshGroups) -> Tensor:
+def gather_parts(part: Tensor, kept: MeshPart) -> Tensor:
+    """``all_gather`` from the ranks that share a gathered buffer, each of which has a ``part`` of it."""
+    return finish_all_gather(start_all_gather(part, kept.size, kept.group), part)
+
+
+def start_all_gather(segment: Tensor, ranks: int, group: str | None) -> Tensor:
     """Launch ``all_gather`` over more than one rank; ``finish_all_gather`` waits for what comes back."""
-    return c10d.all_gather_into_tensor(_real(segment).contiguous(), groups.shard_size, groups.gather)
+    return c10d.all_gather_into_tensor(_real(segment).contiguous(), ranks, group)
 
 
 def finish_all_gather(started: Tensor, segment: Tensor) -> Tensor:

@@ -29,8 +29,7 @@ def wire_bytes(collective: Collective, bucket: BucketFacts) -> int:
     """Bytes that one rank sends (and receives) for a collective; none to accumulate."""
     if collective.op == "accumulate":
         return 0
-    ranks = bucket.replicate_size if collective.op == "all_reduce" else bucket.shard_size
-    trips = 2 if collective.op == "all_reduce" else 1
+    ranks, trips = collective.ranks, 2 if collective.op == "all_reduce" else 1
     return trips * buffer_bytes(collective, bucket) * (ranks - 1) // ranks
 
 

@@ -15,6 +15,8 @@ from fxshard.reduction import Stage, as_stage
 from fxshard.registry import lookup
 
 GATHER = torch.ops.fxshard.gather_param.default
+KEEP_PART = torch.ops.fxshard.keep_part.default
+GATHER_PART = torch.ops.fxshard.gather_part.default
 REDUCE = torch.ops.fxshard.reduce_grad.default
 ADD = torch.ops.aten.add.Tensor
 ADD_WAITING = torch.ops.fxshard.add_waiting.default
@@ -29,7 +31,7 @@ class Buckets:
     @staticmethod
     def of(graphs: Sequence[fx.Graph]) -> Buckets:
         by_name: dict[str, ParamBucket] = {}
-        for node in nodes_of(graphs, (GATHER, REDUCE)):
+        for node in nodes_of(graphs, (GATHER, GATHER_PART, REDUCE)):
             bucket = lookup(key_of(node))
             if bucket in by_name.values():
                 continue
@@ -55,7 +57,7 @@ def key_of(node: fx.Node) -> str:
 
 
 def index_of(node: fx.Node) -> int:
-    """The tensor id that ``gather_param``, ``reduce_grad`` or ``param_view`` names."""
+    """The tensor id that ``gather_param``, ``gather_part``, ``reduce_grad`` or ``param_view`` names."""
     index = node.args[2]
     assert isinstance(index, int)
     return index
@@ -71,6 +73,16 @@ def scale_of(node: fx.Node) -> fx.Node | None:
     scale = node.args[4] if len(node.args) > 4 else None
     assert scale is None or isinstance(scale, fx.Node)
     return scale
+
+
+def sharing_of(node: fx.Node) -> int | None:
+    """How many ranks share what a ``gather_part`` gathers; None where the same graph keeps its part and so has the
+    whole, and for other nodes."""
+    if node.target is not GATHER_PART or source_of(node).target is KEEP_PART:
+        return None
+    ranks = node.args[3]
+    assert isinstance(ranks, int)
+    return ranks
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -115,13 +127,13 @@ def bucket_facts(name: str, bucket: ParamBucket) -> BucketFacts:
 def read_graph(graph: fx.Graph, kind: str, buckets: Buckets) -> GraphFacts:
     """The facts of a graph of per-parameter collectives. Node numbers count the graph's nodes from 0."""
     place = {n: i for i, n in enumerate(graph.nodes)}
-    gathers: dict[str, tuple[set[int], int]] = {}
-    for node in nodes_of([graph], [GATHER]):
+    gathers: dict[str, tuple[set[int], int, int | None]] = {}
+    for node in nodes_of([graph], [GATHER, GATHER_PART]):
         name = buckets.name(key_of(node))
         use = min((place[u] for u in node.users), default=place[node])
-        ids, first = gathers.setdefault(name, (set(), use))
+        ids, first, sharing = gathers.setdefault(name, (set(), use, sharing_of(node)))
         ids.add(index_of(node))
-        gathers[name] = (ids, min(first, use))
+        gathers[name] = (ids, min(first, use), sharing)
     reductions: dict[str, tuple[set[int], int, Stage]] = {}
     for node in nodes_of([graph], [REDUCE]):
         name = buckets.name(key_of(node))
@@ -132,6 +144,6 @@ def read_graph(graph: fx.Graph, kind: str, buckets: Buckets) -> GraphFacts:
     return GraphFacts(
         kind,
         tuple(f for f in buckets.facts() if f.name in present),
-        tuple(GatherFact(n, tuple(sorted(ids)), first) for n, (ids, first) in gathers.items()),
+        tuple(GatherFact(n, tuple(sorted(ids)), first, sharing) for n, (ids, first, sharing) in gathers.items()),
         tuple(ReduceFact(n, tuple(sorted(ids)), ready, stage) for n, (ids, ready, stage) in reductions.items()),
     )

@@ -43,10 +43,14 @@ class MeshGroups:
         """Ranks that see different data."""
         return self.shard_size * self.replicate_size
 
-    def role(self, group_name: str) -> str:
-        """What a group is for, in words that are the same on every rank: names of groups are not."""
-        roles = {self.gather: "shard", self.reduce: "reduce", self.replicate: "replicate"}
-        return roles.get(group_name, "other")
+
+@dataclass(frozen=True)
+class MeshPart:
+    """``size`` neighbours along the shard dim, of which this rank has number ``rank``, and the name of their group."""
+
+    size: int
+    rank: int
+    group: str
 
 
 def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
@@ -137,6 +141,22 @@ def split_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
         names = ("replicate", "shard")
         kept[shard_size] = DeviceMesh.from_group([replicas, shards], mesh.device_type, ranks, mesh_dim_names=names)
     return kept[shard_size]
+
+
+def part_of(mesh: DeviceMesh, size: int) -> MeshPart:
+    """The ranks that share with this one what forward keeps, where that is more than a segment each.
+
+    ``size`` divides the shard size. Made at the first call for a size (collective over the mesh's ranks then) and kept
+    on the mesh.
+    """
+    kept: dict[int, MeshPart] = mesh.__dict__.setdefault("_fxshard_parts", {})
+    if size not in kept:
+        shard_dim = mesh.ndim - 1
+        ranks, rank = dist.get_process_group_ranks(mesh.get_group(shard_dim)), mesh.get_local_rank(shard_dim)
+        first = rank - rank % size
+        group = _torch.new_group(ranks[first : first + size], share_timeout(mesh, shard_dim), "part")
+        kept[size] = MeshPart(size, rank - first, group.group_name)
+    return kept[size]
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

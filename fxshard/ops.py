@@ -3,12 +3,17 @@
 ``fxshard::gather_param(flat_shard, bucket, index)``  the full parameter, gather dtype; one all-gather.
 ``fxshard::reduce_grad(grad, bucket, index)``         its gradient's share of the flat shard: reduced rows at their
                                                       place, zeros elsewhere, storage dtype; one reduction.
+``fxshard::keep_part(flat_shard, bucket, ranks)``      1 / ``ranks`` of the gathered buffer: what this rank keeps of it
+                                                      from forward to backward; one all-gather.
+``fxshard::gather_part(part, bucket, index, ranks)``  the full parameter out of such parts; one all-gather.
 ``fxshard::param_view(gathered, bucket, index)``      a full parameter out of the gathered buffer (after bucketing).
 ``fxshard::pack_grads(grads, bucket, ids)``           the reduce-scatter input from full gradients (after bucketing).
 ``fxshard::concat(pieces, offsets, size)``            the same where offsets are known (after lowering); code generators
                                                       let what computes a piece write it to its place.
 ``fxshard::add_waiting(buffer, bucket, kept, stage)`` a buffer of gradients and those that waited for it since other
                                                       backwards (after bucketing).
+
+``fxshard::take_part(gathered, bucket, ranks)``       this rank's part of a gathered buffer (after bucketing).
 
 The first two are collective over the bucket's mesh; each is the backward of the other's direction. Both take a *stage*
 (``fxshard.reduction.Stage``), how far gradients are reduced, a *sink* to which they flow where that is not all the way
@@ -30,6 +35,7 @@ from torch import Tensor
 
 from fxshard import comm
 from fxshard.bucket import ParamBucket
+from fxshard.mesh import part_of
 from fxshard.reduction import as_stage
 from fxshard.registry import lookup
 
@@ -123,6 +129,47 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, 
 
 
 gather_param.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("fxshard::keep_part", mutates_args=())
+def keep_part(flat_shard: Tensor, bucket: str, ranks: int) -> Tensor:
+    b = lookup(bucket)
+    gathered = comm.all_gather(flat_shard.to(b.device, b.dtypes.gather), b.groups)
+    return _part(gathered, b, ranks).clone()
+
+
+@keep_part.register_fake
+def _(flat_shard: Tensor, bucket: str, ranks: int) -> Tensor:
+    b = lookup(bucket)
+    return flat_shard.new_empty(b.layout.size // ranks, dtype=b.dtypes.gather, device=b.device)
+
+
+@torch.library.custom_op("fxshard::gather_part", mutates_args=())
+def gather_part(part: Tensor, bucket: str, index: int, ranks: int) -> Tensor:
+    b = lookup(bucket)
+    gathered = comm.gather_parts(part, part_of(b.mesh, ranks))
+    r = b.layout.get_tensor_range(index)
+    return b.slots[index].full_view(gathered[r.start : r.end].clone())
+
+
+@gather_part.register_fake
+def _(part: Tensor, bucket: str, index: int, ranks: int) -> Tensor:
+    b = lookup(bucket)
+    return b.slots[index].full_view(part.new_empty(b.layout.tensor_shapes[index]))
+
+
+@torch.library.custom_op("fxshard::take_part", mutates_args=())
+def take_part(gathered: Tensor, bucket: str, ranks: int) -> Tensor:
+    return _part(gathered, lookup(bucket), ranks).clone()
+
+
+@take_part.register_fake
+def _(gathered: Tensor, bucket: str, ranks: int) -> Tensor:
+    return gathered.new_empty(gathered.numel() // ranks)
+
+
+def _part(gathered: Tensor, bucket: ParamBucket, ranks: int) -> Tensor:
+    return gathered.view(ranks, -1)[part_of(bucket.mesh, ranks).rank]
 
 
 @torch.library.custom_op("fxshard::param_view", mutates_args=())

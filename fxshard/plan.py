@@ -56,11 +56,13 @@ class BucketFacts:
 
 @dataclass(frozen=True)
 class GatherFact:
-    """Parameters ``ids`` of a bucket are read in the graph, first at node number ``first_use``."""
+    """Parameters ``ids`` of a bucket are read in the graph, first at node number ``first_use``, from segments, or from
+    parts that ``sharing`` ranks kept of what was gathered before."""
 
     bucket: str
     ids: tuple[int, ...]
     first_use: int
+    sharing: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,13 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Collective:
-    """One fused collective of a graph: all_gather, reduce_scatter or all_reduce. Where the group has one rank the
-    collective is not in the graph, but what it stands for (a full parameter, a mean gradient) is. Gradients that are
-    not reduced at all are an "accumulate": packed, and no collective."""
+    """One fused collective of a graph over ``ranks`` ranks: all_gather, reduce_scatter or all_reduce. With one rank it
+    is not in the graph, but what it stands for (a full parameter, a mean gradient) is. Gradients that are not reduced
+    at all are an "accumulate": packed, and no collective."""
 
     op: str
     bucket: str
+    ranks: int
     ids: tuple[int, ...]
     launch: Anchor
     wait: Anchor
@@ -152,7 +155,7 @@ class Plan:
 
 def _collective(raw: dict[str, Any]) -> Collective:
     return Collective(
-        raw["op"], raw["bucket"], tuple(raw["ids"]), Anchor(**raw["launch"]), Anchor(**raw["wait"])
+        raw["op"], raw["bucket"], raw["ranks"], tuple(raw["ids"]), Anchor(**raw["launch"]), Anchor(**raw["wait"])
     )
 
 
@@ -184,7 +187,8 @@ def _plan_gathers(facts: GraphFacts, prefetch: int) -> list[Collective]:
             # Several buckets of that unit: after the wait of the last one, when the unit is complete.
             launch = Anchor("after wait", units[position - prefetch][-1].bucket)
         launches.update({g.bucket: launch for g in gathers})
-    return [Collective("all_gather", g.bucket, g.ids, launches[g.bucket], first_use) for g in ordered]
+    ranks = {g.bucket: g.sharing or facts.bucket(g.bucket).shard_size for g in ordered}
+    return [Collective("all_gather", g.bucket, ranks[g.bucket], g.ids, launches[g.bucket], first_use) for g in ordered]
 
 
 def _plan_reductions(facts: GraphFacts, in_flight: int) -> list[Collective]:
@@ -208,7 +212,7 @@ def _plan_reductions(facts: GraphFacts, in_flight: int) -> list[Collective]:
         if in_flight == 0:
             done = Anchor("at launch")
         if r.stage == "none" or (r.stage == "shard" and bucket.shard_size == 1):
-            planned.append(Collective("accumulate", r.bucket, r.ids, launch, launch))
+            planned.append(Collective("accumulate", r.bucket, 1, r.ids, launch, launch))
             continue
         if in_flight and r.bucket in number:
             launch_second(number[r.bucket] - in_flight)
@@ -216,14 +220,16 @@ def _plan_reductions(facts: GraphFacts, in_flight: int) -> list[Collective]:
         if in_flight and after and facts.bucket(after).shard_size > 1:
             second_done = Anchor("before wait", after)
         if bucket.shard_size > 1:
-            planned.append(Collective("reduce_scatter", r.bucket, r.ids, launch, done))
+            planned.append(Collective("reduce_scatter", r.bucket, bucket.shard_size, r.ids, launch, done))
             if _has_second_stage(bucket, r):
-                stage = Collective("all_reduce", r.bucket, r.ids, Anchor("after wait", r.bucket), second_done)
+                launch = Anchor("after wait", r.bucket)
+                stage = Collective("all_reduce", r.bucket, bucket.replicate_size, r.ids, launch, second_done)
                 second.append((number[r.bucket], stage)) if in_flight else planned.append(stage)
         elif queues and bucket.replicate_size > 1:
-            second.append((number[r.bucket], Collective("all_reduce", r.bucket, r.ids, done, second_done)))
+            whole = Collective("all_reduce", r.bucket, bucket.replicate_size, r.ids, done, second_done)
+            second.append((number[r.bucket], whole))
         else:
-            planned.append(Collective("all_reduce", r.bucket, r.ids, launch, done))
+            planned.append(Collective("all_reduce", r.bucket, bucket.replicate_size, r.ids, launch, done))
     launch_second(len(units))
     return planned
 

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import _torch
 from fxshard.bucket import ParamBucket
-from fxshard.facts import GATHER, REDUCE, Buckets, index_of, key_of, nodes_of
+from fxshard.facts import GATHER, GATHER_PART, REDUCE, Buckets, index_of, key_of, nodes_of
 from fxshard.inspect.plan_text import plan_text
 from fxshard.mesh import share_timeout
 from fxshard.options import Options
@@ -108,9 +108,9 @@ def _captured(graphs: Mapping[str, fx.Graph], buckets: Buckets, names: Sequence[
     """Collectives one by one, which is how they run when they are not fused."""
     lines = []
     for kind, graph in graphs.items():
-        for node in nodes_of([graph], (GATHER, REDUCE)):
+        for node in nodes_of([graph], (GATHER, GATHER_PART, REDUCE)):
             if (name := buckets.name(key_of(node))) in names:
-                lines.append(f"{kind}  {'gather' if node.target is GATHER else 'reduce'}  {name}  {index_of(node)}\n")
+                lines.append(f"{kind}  {'reduce' if node.target is REDUCE else 'gather'}  {name}  {index_of(node)}\n")
     return "".join(lines)
 
 

@@ -17,11 +17,13 @@ from fxshard import _torch, comm
 from fxshard.agreement import Agreement, Kind, Phase, Ticket
 from fxshard.ahead import Ahead
 from fxshard.bucket import ParamBucket
+from fxshard.kept_parts import KeptParts
 from fxshard.mesh import ranks_of
 from fxshard.unreduced import dense
 from fxshard.unshard import SavedParam, Window
 
 if TYPE_CHECKING:
+    from fxshard.graph_calls import Launched
     from fxshard.unit import Unit
 
 _BACKWARD = "backward"
@@ -36,6 +38,8 @@ class Scope:
         self.windows: dict[ParamBucket, Window] = {}
         self.held: dict[ParamBucket, Window] = {}  # by ``unshard()``, until ``reshard()``
         self.ahead = Ahead()
+        self.parts = KeptParts()
+        self.records = False  # whether the outermost forward, now or last, was to have a backward
         self._regathered: list[Window] = []
         self._running: list[nn.Module] = []  # whose forward is on its way, outermost first
         self._backward = _torch.NO_BACKWARD  # the backward whose end is awaited
@@ -43,7 +47,7 @@ class Scope:
         self._phases: dict[bool, dict[Agreement, Phase]] = {False: {}, True: {}}  # of the forward, of the backward
         self._learned: dict[tuple[Any, Any], dict[Agreement, list[Ticket]]] = {}
         self._piece = 0
-        self._piece_key: tuple[int, ...] = ()
+        self._piece_key: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
         twin = Scope()
@@ -75,7 +79,7 @@ class Scope:
     def _open(self, bucket: ParamBucket) -> Window:
         self.await_backward()
         if bucket.groups.gather is not None and bucket not in self.ahead:
-            self._want([(self._gather_kind(), bucket)])
+            self._launch(bucket)
         window = Window(bucket)
         window.open()
         if self.depth > 0 and _torch.current_backward() == _torch.NO_BACKWARD:  # recomputation does not prefetch
@@ -86,8 +90,15 @@ class Scope:
         for bucket in (b for unit in units for b in unit.buckets):
             here = bucket in self.ahead or bucket in self.windows or bucket in self.held
             if bucket.groups.gather is not None and not here:
-                self._want([(self._gather_kind(), bucket)])
-                self.ahead.launch(bucket)
+                self._launch(bucket)
+
+    def _launch(self, bucket: ParamBucket) -> None:
+        """Start an all-gather when it is this rank's turn: in backward from what some ranks share, if this one kept its
+        part of that."""
+        in_backward = _torch.current_backward() != _torch.NO_BACKWARD
+        part = self.parts.current(bucket) if in_backward and bucket.kept_part is not None else None
+        self._want([(self._gather_kind() if part is None else Kind.GATHER_PARTS, bucket)])
+        self.ahead.launch(bucket, part)
 
     @_torch.outside_dynamo
     def hold(self, buckets: Iterable[ParamBucket]) -> None:
@@ -98,11 +109,14 @@ class Scope:
 
     def release(self, buckets: Iterable[ParamBucket]) -> None:
         for bucket in buckets:
-            self.held.pop(bucket, None)
+            window = self.held.pop(bucket, None)
+            if window is not None and self.windows.get(bucket) is not window:
+                window.close()
 
     def reset(self) -> None:
         """Forget what a forward or backward that raised left behind."""
         self.windows.clear()
+        self.parts = KeptParts()
         self._regathered.clear()
         self._running.clear()
         self.depth, self._backward = 0, _torch.NO_BACKWARD
@@ -121,6 +135,8 @@ class Scope:
         in_backward = _torch.current_backward() != _torch.NO_BACKWARD
         if outermost and not in_backward:
             self._piece = 0
+            self.parts.drop_stale()
+            self.records = torch.is_grad_enabled()
             self._begin((id(module), torch.is_grad_enabled()), module)
         self.depth += 1
         self._running.append(module)
@@ -138,7 +154,7 @@ class Scope:
             self._running.pop()
             self.depth -= 1
             if outermost:
-                self.windows.clear()
+                self._close_all()
                 self.ahead.drop()
                 if not in_backward:
                     self._phases[False].clear()
@@ -151,6 +167,16 @@ class Scope:
             window = self.windows.pop(bucket, None)
             if window is not None:
                 window.check_unwritten()
+                self._close(window)
+
+    def _close(self, window: Window) -> None:
+        if self.held.get(window.bucket) is not window:
+            window.close()
+
+    def _close_all(self) -> None:
+        for window in self.windows.values():
+            self._close(window)
+        self.windows.clear()
 
     @_torch.outside_dynamo
     def _pack(self, saved: Tensor) -> Tensor | SavedParam:
@@ -160,6 +186,7 @@ class Scope:
         window = next((w for w in self.windows.values() if w.storage == address), None)
         if window is None or not window.regathers or saved.dtype != window.bucket.dtypes.gather or saved.is_neg():
             return saved
+        window.saved = True
         return SavedParam(window, saved.size(), saved.stride(), int(saved.storage_offset()), saved.is_conj())
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -173,7 +200,7 @@ class Scope:
         # A backward in a backward (reentrant checkpointing) cuts the outer one into pieces, each agreed on by itself.
         self._end_piece()
         self._backward = running
-        self._piece_key = (self._piece, *(u.reduces for u in self.units))
+        self._piece_key = (self._piece, *((u.reduces, u.reshard_after_forward, u.reshard_size) for u in self.units))
         self._begin((_BACKWARD, self._piece_key), None)
         self._piece += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -182,8 +209,7 @@ class Scope:
     def prepare_regather(self, window: Window) -> None:
         self.await_backward()
         if window.bucket not in self.ahead:
-            self._want([(Kind.REGATHER, window.bucket)])
-            self.ahead.launch(window.bucket)
+            self._launch(window.bucket)
         self._regathered.append(window)
         had = {w.bucket.unit for w in self._regathered}
         self._launch_ahead(u for u in window.bucket.unit.backward_prefetch if u.reshard_after_forward and u not in had)
@@ -213,7 +239,7 @@ class Scope:
         self._regathered.clear()
         self.ahead.drop()
         if self.depth == 0:
-            self.windows.clear()
+            self._close_all()
 
     @torch.no_grad()
     def _end_piece(self) -> None:
@@ -247,15 +273,15 @@ class Scope:
             agreement.note_graded(bucket, ids)
 
     @_torch.outside_dynamo
-    def before_graph(self, launches: Sequence[tuple[bool, ParamBucket]], same_everywhere: bool) -> None:
-        """A compiled graph is about to run. ``launches``: its collectives in order, (reduces, bucket) each.
+    def before_graph(self, launches: Sequence[tuple[Launched, ParamBucket]], same_everywhere: bool) -> None:
+        """A compiled graph is about to run. ``launches``: its collectives in order.
 
         Where all of a forward is compiled they are only noted, to be compared later if they should be the
         ``same_everywhere``; inside eager code ranks may run different graphs.
         """
         self.await_backward()
-        gather = self._gather_kind()
-        wanted = [(Kind.REDUCE if reduces else gather, b) for reduces, b in launches if reduces or b.groups.gather]
+        kinds = {"gather": self._gather_kind(), "gather parts": Kind.GATHER_PARTS, "reduce": Kind.REDUCE}
+        wanted = [(kinds[what], b) for what, b in launches if what == "reduce" or b.groups.gather]
         if wanted:
             self._want(wanted)
             for agreement in self._all_agreements() if same_everywhere else ():
@@ -271,8 +297,8 @@ class Scope:
         for agreement in self._all_agreements():
             learned = self._learned.get(key, {}).get(agreement)
             if learned is None:
-                learned = _first_guess(agreement, module) if module is not None or key[1][0] == 0 else []
-            phases[agreement] = Phase(learned)
+                learned = self._first_guess(agreement, module) if module is not None or key[1][0] == 0 else []
+            phases[agreement] = Phase([t for t in learned if self._can_join(agreement, t)])
             agreement.eager |= module is not None
 
     @_torch.outside_dynamo
@@ -292,9 +318,15 @@ class Scope:
         with torch.no_grad():
             if kind == Kind.REDUCE:
                 self._reduce_waiting(bucket)
+            elif kind == Kind.GATHER_PARTS:
+                kept = bucket.kept_part
+                assert kept is not None
+                comm.gather_parts(self.parts.part(bucket), kept)
             else:
                 bucket.refresh()
-                comm.all_gather(bucket.gather_input(), bucket.groups)
+                gathered = comm.all_gather(bucket.gather_input(), bucket.groups)
+                if kind == Kind.GATHER and bucket.kept_part is not None:
+                    self.parts.keep_for_others(bucket, gathered)
 
     def _reduce_waiting(self, bucket: ParamBucket) -> None:
         reduced = bucket.unreduced.reduce(())
@@ -313,24 +345,27 @@ class Scope:
             self._agreements = [Agreement(buckets, buckets[0].mesh, self._join) for buckets in by_ranks.values()]
         return self._agreements
 
+    def _first_guess(self, agreement: Agreement, module: nn.Module | None) -> list[Ticket]:
+        """The collectives of a forward of ``module``, or of a backward, if all units run once as registered."""
+        numbered = list(enumerate(agreement.buckets))
+        if module is not None:
+            units = [u for m in module.modules() if (u := getattr(m, "_fxshard_unit", None)) is not None]
+            inside = {b for u in units for b in u.buckets}
+            return [Ticket(Kind.GATHER, i) for i, b in numbered if b in inside and b.groups.gather is not None]
+        expected = []
+        for i, b in reversed(numbered):
+            if b.unit.reshard_after_forward and b.groups.gather is not None:
+                expected.append(Ticket(Kind.REGATHER if self.parts.current(b) is None else Kind.GATHER_PARTS, i))
+            if b.requires_grad and b.unit.reduces:
+                expected.append(Ticket(Kind.REDUCE, i))
+        return expected
+
+    def _can_join(self, agreement: Agreement, ticket: Ticket) -> bool:
+        """Whether forward kept what backward gathers; all ranks did or none."""
+        return ticket.kind != Kind.GATHER_PARTS or self.parts.current(agreement.buckets[ticket.bucket]) is not None
+
     def _agreement(self, bucket: ParamBucket) -> Agreement | None:
         return next((a for a in self._all_agreements() if bucket in a.number), None)
-
-
-def _first_guess(agreement: Agreement, module: nn.Module | None) -> list[Ticket]:
-    """The collectives of a forward of ``module``, or of a backward, if all units run once in order of registration."""
-    numbered = list(enumerate(agreement.buckets))
-    if module is not None:
-        units = [u for m in module.modules() if (u := getattr(m, "_fxshard_unit", None)) is not None]
-        inside = {b for u in units for b in u.buckets}
-        return [Ticket(Kind.GATHER, i) for i, b in numbered if b in inside and b.groups.gather is not None]
-    expected = []
-    for i, b in reversed(numbered):
-        if b.unit.reshard_after_forward and b.groups.gather is not None:
-            expected.append(Ticket(Kind.REGATHER, i))
-        if b.requires_grad and b.unit.reduces:
-            expected.append(Ticket(Kind.REDUCE, i))
-    return expected
 
 
 @_torch.outside_dynamo

@@ -48,11 +48,11 @@ class ShardedModule:
             unit.scope.release(unit.buckets)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after forward and gathered again for backward, from the next call on."""
+        """Whether full parameters are freed after forward and gathered again, from all ranks that shard them, for
+        backward; from the next call on."""
         _check_flag("reshard_after_forward", reshard_after_forward)
         for unit in units_of(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.reshard_by_default = False
+            unit.set_reshard(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """True, which always holds. ``NotImplementedError`` for False: every forward gathers what it reads."""

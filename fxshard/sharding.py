@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard.bucketing import PlacementFn, Sharding, make_buckets, place
+from fxshard.bucketing import Placed, PlacementFn, Sharding, make_buckets, place
 from fxshard.discover import (
     FoundParam,
     check_modules,
@@ -53,8 +53,10 @@ def fully_shard(
     Args:
         module: what to shard.
         mesh: 1-D (shard) or 2-D (replicate, shard). None: the world, or this process alone.
-        reshard_after_forward: gather again for backward. None: True for inner units, False for the outermost. Of ints,
-            the size of the group to reshard to, only 1 (False) and the mesh's shard size (True) are supported.
+        reshard_after_forward: gather again for backward. None: True for inner units, False for the outermost. An int
+            that divides the shard size: between forward and backward, so many neighbouring ranks share the full
+            parameters (each keeps so large a part, in the gather dtype), and backward gathers from them alone, e.g.
+            within a host. 1 is False, the shard size is True.
         shard_placement_fn: how to cut a parameter: ``Shard(k)`` along dim k, of any size; ``BlockAtomic(rows)`` along
             dim 0 between blocks of rows; ``TensorAtomic()`` not at all, one rank owns it; None: along dim 0. A pair of
             one of these and a mesh cuts it over that mesh, e.g. experts over an expert group.
@@ -66,31 +68,34 @@ def fully_shard(
         param_mp_policies: ``param_dtype`` and ``reduce_dtype`` of single parameters, in place of ``mp_policy``'s.
 
     Returns the argument. Raises ``ValueError`` for a mesh of more than two dims, an empty list, a member that is no
-    module, a module sharded before, a parameter of 0 dims; ``RuntimeError`` in a launch without a process group;
-    ``TypeError`` for a parameter that is a DTensor, and for a policy or a parameter that is none.
+    module, a module sharded before, a parameter of 0 dims, a number of ranks that does not divide a shard size;
+    ``RuntimeError`` in a launch without a process group; ``TypeError`` for a parameter that is a DTensor, and for a
+    policy or a parameter that is none.
     """
     modules = check_modules(module)
     _check_options(offload_policy, replicate_params or (), param_mp_policies or {})
     found = collect_params(modules, ignored_params or set())
     mesh = resolve_mesh(mesh, device_type_of(f.param for f in found))
-    reshards = _reshards(reshard_after_forward, mesh)
     inner = [u for m in modules for u in units_of(m)]
-    unit = Unit(modules, [], bool(reshards), mp_policy, Scope(), reshards is None)
     sharding = Sharding(
         mesh, mp_policy, shard_placement_fn, replicate_params or frozenset(), param_mp_policies or {}
     )
     placed = place(found, sharding)
+    reshards, size = _reshards(reshard_after_forward, mesh, placed)
+    unit = Unit(modules, [], bool(reshards), mp_policy, Scope(), size, reshards is None)
     for shared in dict.fromkeys(p.mesh for p in placed):
         here = [p.found for p in placed if p.mesh is shared]
         start_alike([f.param for f in here], [f.name for f in here], shared)
     unit.buckets = make_buckets(placed, offload_policy)
     move_unsharded_state(modules, mesh_device(mesh))
     _attach(unit, found)
+    for bucket in unit.buckets:
+        _ = bucket.kept_part  # makes its group here, where every rank comes
     unit.scope.units = [unit, *inner]
     for u in inner:
         u.scope = unit.scope
         if u.reshard_by_default:
-            u.reshard_after_forward, u.reshard_by_default = True, False
+            u.set_reshard(True)
     name_units(modules)
     return module
 
@@ -100,7 +105,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     *,
     units: str | Sequence[nn.Module | Sequence[nn.Module]] = "auto",
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -136,21 +141,27 @@ def shard(
     return model
 
 
-def _reshards(asked: bool | int | None, mesh: DeviceMesh) -> bool | None:
+def _reshards(
+    asked: bool | int | None, mesh: DeviceMesh, placed: Iterable[Placed]
+) -> tuple[bool | None, int | None]:
+    """Whether to reshard (None: not said), and to how many ranks if not to all."""
     if asked is None or isinstance(asked, bool):
-        return asked
-    shards = mesh.size(mesh.ndim - 1)
-    if not isinstance(asked, int) or asked < 1 or shards % asked:
+        return asked, None
+    where = {"the mesh": mesh.size(mesh.ndim - 1)}
+    where |= {f"the mesh of parameter {p.found.name!r}": p.mesh.size(p.mesh.ndim - 1) for p in placed}
+    for what, shards in where.items():
+        if not isinstance(asked, int) or asked < 1 or (shards > asked and shards % asked):
+            raise ValueError(
+                "reshard_after_forward should be a bool, None, or an int that divides the shard size of the mesh; got "
+                f"{asked!r}, and {what} has {shards}"
+            )
+    most = max(where.values())
+    if asked > most:
         raise ValueError(
-            f"reshard_after_forward should be a bool, None, or an int that divides the mesh's shard size {shards}; got "
-            f"{asked!r}"
+            f"reshard_after_forward={asked} asks for more ranks than the {most} that shard the parameters; give a "
+            "divisor of that"
         )
-    if asked not in (1, shards):
-        raise NotImplementedError(
-            f"reshard_after_forward={asked}, resharding to groups of {asked} of {shards} ranks, is not supported; use "
-            "True (the least memory) or False (the least communication)"
-        )
-    return asked != 1
+    return asked != 1, None if asked in (1, most) else asked
 
 
 def _check_options(

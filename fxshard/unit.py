@@ -24,6 +24,7 @@ class Unit:
     reshard_after_forward: bool
     policy: MixedPrecisionPolicy
     scope: Scope
+    reshard_size: int | None = None  # ranks that share what is kept of that after forward; None: all that shard it
     reshard_by_default: bool = False  # the user left it open: True for inner units, False for the outermost
     name: str = ""
     reduces: bool = True  # backward reduces gradients; else they wait, see fxshard.unreduced
@@ -66,6 +67,14 @@ class Unit:
                 if not bucket.unreduced.sinks:
                     bucket.unreduced.make_sinks()
                     bucket.set_reduction(self.reduce_op, self.divide_factor)
+
+    def set_reshard(self, after_forward: bool, size: int | None = None) -> None:
+        """Change what is kept after forward; graphs that keep something else are not used any more."""
+        self.reshard_by_default = False
+        if (after_forward, size) != (self.reshard_after_forward, self.reshard_size):
+            self.reshard_after_forward, self.reshard_size = after_forward, size
+            for bucket in self.buckets:
+                bucket.take_new_key()
 
     def set_reduction(self, op: str, divide_factor: float | None) -> None:
         """Change what divides gradients; graphs that hold another division are not used any more."""

@@ -54,6 +54,8 @@ class Window:
     differentiable: bool = False
     version: int = 0  # of the flat shard when it was gathered
     gathered_version: int = 0
+    saved: bool = False  # autograd saved views of it
+    part: Tensor | None = None  # see fxshard.kept_parts
     regathered: Tensor | None = None
 
     def open(self) -> None:
@@ -82,6 +84,17 @@ class Window:
                 f"{[s.name for s in self.bucket.slots][:8]}); a full parameter is a copy for the time of the forward, "
                 "so the write would be lost. Keep such state in a buffer, or write to the parameter outside forward"
             )
+
+    def close(self) -> None:
+        """Let go of the gathered buffer, of which autograd has places alone; of some ranks' shared one keep a part."""
+        if self.bucket.unit.scope.records and self.params and self.bucket.kept_part is not None:
+            gathered = self.params[0].detach().as_strided((self.bucket.layout.size,), (1,), 0)
+            parts = self.bucket.unit.scope.parts
+            if self.saved:
+                self.part = parts.keep(self.bucket, gathered)
+            else:  # for recomputation, and for ranks whose backward needs it
+                parts.keep_for_others(self.bucket, gathered)
+        self.params = ()
 
     @property
     def regathers(self) -> bool:

@@ -6,6 +6,11 @@ after:   the same, where w and everything that is only w in another form (views,
     MUST_RECOMPUTE   where the bucket reshards after forward: the partitioner puts a gather into both graphs
     MUST_SAVE        where it does not: w is saved, backward has no gather
 
+Where it reshards to a number of ranks, backward gathers from the parts that those keep of what forward gathered:
+
+         p = keep_part(flat, b, ranks)           MUST_SAVE
+         w = gather_part(p, b, i, ranks)         MUST_RECOMPUTE; forward has the whole, see bucket_all_gather
+
 Leaves alone: nodes that mix w with other data, and forms of w that only compute gradients.
 """
 
@@ -16,8 +21,9 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxshard.facts import GATHER
+from fxshard.facts import GATHER, GATHER_PART, KEEP_PART, index_of, key_of, nodes_of, source_of
 from fxshard.passes.liveness import is_view
+from fxshard.passes.rewrite import call
 from fxshard.registry import lookup
 
 NAME = "tag_reshard"
@@ -31,7 +37,7 @@ _COPIES = {_aten.clone.default, _aten._to_copy.default, torch.ops.prims.convert_
 
 
 def run(gm: fx.GraphModule) -> PassResult:
-    forms: dict[fx.Node, CheckpointPolicy] = {}
+    forms: dict[fx.Node, CheckpointPolicy] = _keep_parts(gm.graph)
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -47,3 +53,28 @@ def run(gm: fx.GraphModule) -> PassResult:
         node.meta["recompute"] = policy
         node.meta["ac_graph_id"] = _REGION
     return PassResult(gm, modified=bool(forms))
+
+
+def _keep_parts(graph: fx.Graph) -> dict[fx.Node, CheckpointPolicy]:
+    """Let buckets that reshard to a number of ranks be read from parts."""
+    parts: dict[str, fx.Node] = {}
+    forms: dict[fx.Node, CheckpointPolicy] = {}
+    for read in [n for n in nodes_of([graph], [GATHER]) if lookup(key_of(n)).kept_part is not None]:
+        key = key_of(read)
+        ranks = lookup(key).kept_part.size  # type: ignore[union-attr]
+        with graph.inserting_before(read):
+            if key not in parts:
+                parts[key] = call(graph, KEEP_PART, source_of(read), key, ranks)
+                _stand_for(parts[key], read)
+                forms[parts[key]] = CheckpointPolicy.MUST_SAVE
+            whole = call(graph, GATHER_PART, parts[key], key, index_of(read), ranks)
+        _stand_for(whole, read)
+        forms[whole] = CheckpointPolicy.MUST_RECOMPUTE
+        read.replace_all_uses_with(whole)
+        graph.erase_node(read)
+    return forms
+
+
+def _stand_for(node: fx.Node, read: fx.Node) -> None:
+    """Let a new node be of the same part of the joint graph as ``read``; what depends on its arguments is its own."""
+    node.meta = {**{k: v for k, v in read.meta.items() if k != "eager_input_vals"}, **node.meta}

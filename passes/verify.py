@@ -28,7 +28,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxshard import _torch
-from fxshard.facts import ADD_WAITING, GATHER, REDUCE, key_of, nodes_of, source_of
+from fxshard.facts import ADD_WAITING, GATHER, GATHER_PART, KEEP_PART, REDUCE, key_of, nodes_of, source_of
 from fxshard.passes import bucket_all_gather, bucket_reduce_scatter, lower_layout, schedule_overlap
 from fxshard.passes.liveness import Lifetime, aliases, lifetimes
 from fxshard.passes.rewrite import MARK, fake_of
@@ -75,8 +75,13 @@ def verify(gm: fx.GraphModule, plan: Plan | None = None, *, after: str | None = 
     _check_counts(gm.graph, launches, plan, ran, refused)
     _check_order(launches, plan)
     for launch in launches:
-        _check_buffers(launch, plan.bucket(launch.meta[MARK]))
-        _check_parameters(launch, plan)
+        planned = next(
+            c
+            for c in (*plan.gathers, *plan.reductions)
+            if (c.op, c.bucket) == (LAUNCHES[launch.target], launch.meta[MARK])
+        )
+        _check_buffers(launch, plan.bucket(planned.bucket), planned.ranks)
+        _check_parameters(launch, plan.bucket(planned.bucket), planned)
     if plan.kind == "forward":
         _check_saved(gm.graph, launches, plan)
     _check_budget(gm.graph, plan)
@@ -135,6 +140,8 @@ def _check_fused(graph: fx.Graph, ran: tuple[str, ...], refused: Container[objec
     """No op is left that a pass which ran should have replaced."""
     replaced_by: dict[Any, str] = {
         GATHER: bucket_all_gather.NAME,
+        KEEP_PART: bucket_all_gather.NAME,
+        GATHER_PART: bucket_all_gather.NAME,
         REDUCE: bucket_reduce_scatter.NAME,
         lower_layout.VIEW: lower_layout.NAME,
         lower_layout.PACK: lower_layout.NAME,
@@ -167,7 +174,7 @@ def _check_counts(
     due = [*plan.gathers] if bucket_all_gather.NAME in ran else []
     due += plan.reductions if bucket_reduce_scatter.NAME in ran else ()
     for c in due:
-        if _communicates(c, plan.bucket(c.bucket)) and not there[c.op, c.bucket] and c.bucket not in refused:
+        if c.ranks > 1 and not there[c.op, c.bucket] and c.bucket not in refused:
             raise VerifyError(
                 f"the {plan.kind} plan has a {c.op} of bucket {c.bucket}, but the graph has no launch for it, so "
                 f"{', '.join(plan.bucket(c.bucket).params[i] for i in c.ids)} would hold one rank's part alone; "
@@ -183,13 +190,6 @@ def _reductions_of_frozen(graph: fx.Graph, launches: list[fx.Node], plan: Plan) 
         bucket = lookup(key_of(node))
         if not bucket.requires_grad:
             yield node, bucket.name
-
-
-def _communicates(collective: Collective, bucket: BucketFacts) -> bool:
-    """Whether a planned collective spans more than one rank, and so is in the graph."""
-    if collective.op == "accumulate":
-        return False
-    return (bucket.replicate_size if collective.op == "all_reduce" else bucket.shard_size) > 1
 
 
 def _check_order(launches: list[fx.Node], plan: Plan) -> None:
@@ -209,24 +209,25 @@ def _check_order(launches: list[fx.Node], plan: Plan) -> None:
 # ---- what they move --------------------------------------------------------------------------------------------------
 
 
-def _check_buffers(launch: fx.Node, bucket: BucketFacts) -> None:
+def _check_buffers(launch: fx.Node, bucket: BucketFacts, ranks: int) -> None:
     """Sizes, dtype and number of ranks are the bucket's: facts that hold on every rank."""
     op = LAUNCHES[launch.target]
     whole = {"all_gather": ("segment", "size"), "reduce_scatter": ("size", "segment"), "all_reduce": ("segment",) * 2}
     dtype = getattr(torch, bucket.gather if op == "all_gather" else bucket.reduce)
     source = source_of(launch)
+    if op == "all_gather" and ranks != bucket.shard_size:
+        whole[op] = ("part", "size")
     for role, node, name in zip(("input", "output"), (source, launch), whole[op], strict=True):
-        numel = getattr(bucket, name) * (2 if dtype.is_complex else 1)
+        numel = (bucket.size // ranks if name == "part" else getattr(bucket, name)) * (2 if dtype.is_complex else 1)
         if fake_of(node).numel() != numel or fake_of(node).dtype != dtype.to_real():
             raise VerifyError(
                 f"{_said(launch)} has an {role} of {fake_of(node).numel()} {fake_of(node).dtype}, but the bucket's "
                 f"{name} is {numel} {dtype.to_real()} on every rank; pass the bucket's own buffer",
                 launch,
             )
-    if op != "all_reduce" and launch.args[-2] != bucket.shard_size:
+    if op != "all_reduce" and launch.args[-2] != ranks:
         raise VerifyError(
-            f"{_said(launch)} is over {launch.args[-2]} ranks, but the bucket has {bucket.shard_size} segments; "
-            "use the bucket's own group",
+            f"{_said(launch)} is over {launch.args[-2]} ranks, but the plan's is over {ranks}; use the group of those",
             launch,
         )
     if op == "all_reduce" and bucket.shard_size > 1 and not _is_reduced_segment(source, bucket):
@@ -244,13 +245,11 @@ def _is_reduced_segment(node: fx.Node, bucket: BucketFacts) -> bool:
     return LAUNCHES.get(launch.target) == "reduce_scatter" and launch.meta.get(MARK) == bucket.name
 
 
-def _check_parameters(launch: fx.Node, plan: Plan) -> None:
+def _check_parameters(launch: fx.Node, bucket: BucketFacts, planned: Collective) -> None:
     """Parameters are read from, and gradients packed, where the layout has them."""
-    op, bucket = LAUNCHES[launch.target], plan.bucket(launch.meta[MARK])
-    if op == "all_reduce" and bucket.shard_size > 1:
+    if planned.op == "all_reduce" and bucket.shard_size > 1:
         return  # sums what a reduce_scatter packed
-    planned = next(c for c in (*plan.gathers, *plan.reductions) if (c.op, c.bucket) == (op, bucket.name))
-    check = _check_views if op == "all_gather" else _check_packed
+    check = _check_views if planned.op == "all_gather" else _check_packed
     check(launch, bucket, planned)
 
 
@@ -265,7 +264,9 @@ def _check_views(launch: fx.Node, bucket: BucketFacts, planned: Collective) -> N
         full = _only(_only(full))  # pairs of reals, then complex again
     places = _places(bucket, planned.ids)
     for view in full.users:
-        if view.target is lower_layout.VIEW:
+        if view.target is bucket_all_gather.TAKE_PART:
+            known = True
+        elif view.target is lower_layout.VIEW:
             known = view.args[2] in planned.ids
         else:
             known = (0, bucket.size) in places or (view.target is _aten.slice.Tensor and view.args[2:] in places)

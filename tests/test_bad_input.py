@@ -147,7 +147,7 @@ def test_lists_of_modules_are_checked() -> None:
 
 
 def test_arguments_that_mean_nothing_yet_are_refused() -> None:
-    with pytest.raises(ValueError, match="an int that divides the mesh's shard size 1; got 4"):
+    with pytest.raises(ValueError, match="=4 asks for more ranks than the 1 that shard the parameters"):
         fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=4)
     with pytest.raises(ValueError, match=r"reshard_after_forward should be a bool, None, or an int .* got 'yes'"):
         fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")
@@ -155,13 +155,24 @@ def test_arguments_that_mean_nothing_yet_are_refused() -> None:
         fxshard.shard(nn.Linear(2, 2), units="blocks")
 
 
-def test_resharding_to_a_smaller_group_is_refused_and_to_one_rank_or_all_is_not(fake_world: Any) -> None:
+def test_a_number_of_ranks_to_reshard_to_divides_every_shard_size(fake_world: Any) -> None:
     with fake_world(4):
-        for group, reshards in ((1, False), (4, True)):
-            layer: Any = fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=group)
-            assert layer._fxshard_unit.reshard_after_forward is reshards
-        with pytest.raises(NotImplementedError, match="resharding to groups of 2 of 4 ranks, is not supported"):
-            fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
+        for ranks, reshards, size in ((1, False, None), (2, True, 2), (4, True, None)):
+            layer: Any = fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=ranks)
+            assert (layer._fxshard_unit.reshard_after_forward, layer._fxshard_unit.reshard_size) == (reshards, size)
+        for ranks in (3, 0, -2):
+            with pytest.raises(ValueError, match=rf"divides the shard size .*; got {ranks}, and the mesh has 4"):
+                fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=ranks)
+        with pytest.raises(ValueError, match="=8 asks for more ranks than the 4 that shard the parameters"):
+            fxshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=8)
+    with fake_world(6):
+        layer, experts = nn.Linear(2, 2), init_device_mesh("cpu", (2, 3))
+        with pytest.raises(ValueError, match="got 2, and the mesh of parameter 'bias' has 3"):
+            fxshard.fully_shard(
+                layer,
+                reshard_after_forward=2,
+                shard_placement_fn=lambda p: (Shard(0), experts) if p is layer.bias else None,
+            )
 
 
 def test_a_cut_along_a_dim_that_is_not_there_is_refused_by_name() -> None:

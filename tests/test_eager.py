@@ -350,9 +350,9 @@ def order_of_gathers(prefetch: bool) -> tuple[list[str], list[Tensor]]:
     said: list[str] = []
     start, finish = comm.start_all_gather, comm.finish_all_gather
 
-    def started(segment: Tensor, groups: Any) -> Tensor:
+    def started(segment: Tensor, ranks: int, group: str) -> Tensor:
         said.append(f"launch {number[segment.data_ptr()]}")
-        return start(segment, groups)
+        return start(segment, ranks, group)
 
     def finished(sent: Tensor, segment: Tensor) -> Tensor:
         said.append(f"wait {number[segment.data_ptr()]}")

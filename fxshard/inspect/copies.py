@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard import emitted
 from fxshard.facts import nodes_of, source_of
+from fxshard.passes.bucket_all_gather import TAKE_PART
 from fxshard.passes.lower_layout import CONCAT
 from fxshard.passes.rewrite import CONVERT, fake_of
 from fxshard.passes.schedule_overlap import LAUNCHES, wait_of
 
 _aten = torch.ops.aten
-_COPIES = {_aten.cat.default, _aten.clone.default, _aten.copy.default, _aten.constant_pad_nd.default}
+_COPIES = {_aten.cat.default, _aten.clone.default, _aten.copy.default, _aten.constant_pad_nd.default, TAKE_PART}
 # Nodes that Inductor runs as calls which allocate what they return, so that it cannot lie in a buffer of ours.
 _ALLOCATE: set[Any] = {_aten.convolution_backward.default, _aten.embedding_dense_backward.default}
 

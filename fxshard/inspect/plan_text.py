@@ -49,9 +49,10 @@ def _collective_lines(plan: Plan) -> list[str]:
     lines = []
     for c in collectives:
         bucket = plan.bucket(c.bucket)
+        over = f"  from parts of {c.ranks} ranks" if c.op == "all_gather" and c.ranks < bucket.shard_size else ""
         part = f"{len(c.ids)} of {len(bucket.params)} parameters"
         lines.append(
             f"  {c.op:<14} {c.bucket:<{width}}  launch {c.launch!s:<24} wait {c.wait!s:<24} "
-            f"{buffer_bytes(c, bucket)} bytes  {part}"
+            f"{buffer_bytes(c, bucket)} bytes  {part}{over}"
         )
     return lines

@@ -23,6 +23,7 @@ _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf1
 _WITHOUT_COLLECTIVE: dict[Any, tuple[str, str]] = {
     torch.ops.fxshard.concat.default: ("keep", "accumulate"),
     torch.ops.fxshard.add_waiting_.default: ("add", "waiting"),
+    torch.ops.fxshard.take_part.default: ("keep", "part"),
 }
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear"}
 
@@ -30,7 +31,7 @@ _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear"}
 @dataclass(frozen=True)
 class Step:
     """One line of a schedule. ``what`` is launch, wait, compute, add (gradients that waited for this reduction) or keep
-    (gradients that are not reduced); ``kernels`` counts what a compute step runs."""
+    (gradients that are not reduced; part of a gathered buffer); ``kernels`` counts what a compute step runs."""
 
     what: str
     op: str = ""
@@ -142,7 +143,7 @@ def _lines(steps: Sequence[Step], plan: Plan) -> list[str]:
             continue
         time += step.what == "wait"
         line = f"  t{time:<2} {step.what:<7} {step.op:<14} {step.bucket:<{width}}"
-        if step.what in ("launch", "keep"):
+        if step.what in ("launch", "keep") and step.op != "part":
             line += f"  {_moves(collectives[step.op, step.bucket], plan.bucket(step.bucket))}"
         out.append(line.rstrip())
     return out
@@ -151,8 +152,10 @@ def _lines(steps: Sequence[Step], plan: Plan) -> list[str]:
 def _moves(collective: Collective, bucket: BucketFacts) -> str:
     """Shapes before and after, per rank: 8 × f32[887808] → f32[7102464]."""
     if collective.op == "all_gather":
-        dtype, n = short(bucket.gather), bucket.shard_size
-        said = f"{n} × {dtype}[{bucket.segment}] → {dtype}[{bucket.size}]"
+        dtype, n = short(bucket.gather), collective.ranks
+        said = f"{n} × {dtype}[{bucket.size // n}] → {dtype}[{bucket.size}]"
+        if n < bucket.shard_size:
+            return f"{said}  group part"
         return f"{said}  group shard{_cast(bucket.storage, bucket.gather)}"
     dtype = short(bucket.reduce)
     if collective.op == "accumulate":

@@ -24,7 +24,7 @@ class Case:
     model: Any
     inputs: Any
     world: int
-    reshard: bool = True
+    reshard: bool | int = True
     bf16: bool = False
     replicas: int = 1
     stage: str = "sync"  # or what a micro-batch without synchronisation does: wait, park; join: synchronise after that
@@ -32,13 +32,15 @@ class Case:
 
     @property
     def title(self) -> str:
-        said = [self.name, f"world {self.world}", "reshard" if self.reshard else "keep"]
+        reshard = "reshard" if self.reshard is True else f"reshard to {self.reshard} ranks" if self.reshard else "keep"
+        said = [self.name, f"world {self.world}", reshard]
         said += ["bf16 gathers, f32 reduction"] * self.bf16 + [f"{self.replicas} replicas"] * (self.replicas > 1)
         return " · ".join([*said, *filter(None, [_STAGES[self.stage], _LAYOUTS[self.layout]]), "prefetch 1"])
 
     @property
     def file(self) -> str:
-        kind = ["keep"] * (not self.reshard) + ["bf16"] * self.bf16 + ["hsdp"] * (self.replicas > 1)
+        kind = ["keep"] if not self.reshard else [] if self.reshard is True else [f"reshard{self.reshard}"]
+        kind += ["bf16"] * self.bf16 + ["hsdp"] * (self.replicas > 1)
         kind += [self.stage] * (self.stage != "sync") + [self.layout] * bool(self.layout)
         return "-".join([self.name, f"world{self.world}", *kind])
 
@@ -159,6 +161,7 @@ CASES = [
     Case("llama", llama, text, 8, replicas=2),
     Case("llama", llama, text, 8, replicas=2, stage="park"),
     Case("llama", llama, text, 8, replicas=2, stage="join"),
+    Case("llama", llama, text, 8, reshard=2),
     Case("llama", llama, text, 8, stage="wait"),
     Case("llama", llama, text, 8, layout="mixed"),
     Case("llama", llama, text, 8, layout="replicated"),

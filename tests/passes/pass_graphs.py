@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from fxshard.bucket import ParamBucket
-from fxshard.facts import GATHER, REDUCE, Buckets, read_graph
+from fxshard.facts import GATHER, GATHER_PART, KEEP_PART, REDUCE, Buckets, read_graph
 from fxshard.passes import bucket_all_gather, bucket_reduce_scatter, pipeline, schedule_overlap
 from fxshard.passes.lower_layout import PACK, VIEW
 from fxshard.passes.rewrite import MARK, call
@@ -36,7 +36,7 @@ def param(*shape: int, dtype: torch.dtype = torch.float32, frozen: bool = False)
 def sharded(
     mesh: DeviceMesh | None = None,
     *,
-    reshard: bool = True,
+    reshard: bool | int = True,
     policy: MixedPrecisionPolicy | None = None,
     cut: Callable[[nn.Parameter], Any] | None = None,
     **units: Sequence[nn.Parameter],
@@ -75,6 +75,12 @@ class Sketch:
 
     def gather(self, bucket: str, index: int) -> fx.Node:
         return call(self.graph, GATHER, self._flats[bucket], self.buckets[bucket].key, index)
+
+    def keep_part(self, bucket: str, ranks: int) -> fx.Node:
+        return call(self.graph, KEEP_PART, self._flats[bucket], self.buckets[bucket].key, ranks)
+
+    def gather_part(self, part: fx.Node, bucket: str, index: int, ranks: int) -> fx.Node:
+        return call(self.graph, GATHER_PART, part, self.buckets[bucket].key, index, ranks)
 
     def reduce(self, grad: fx.Node, bucket: str, index: int) -> fx.Node:
         return call(self.graph, REDUCE, grad, self.buckets[bucket].key, index)
@@ -146,7 +152,10 @@ def _line(node: fx.Node) -> str:
         return f"{LAUNCHES[node.target]} {node.meta[MARK]}"
     if node.target is WAIT:
         return f"wait {node.args[0].meta[MARK]}"  # type: ignore[union-attr]
-    for target, said in ((GATHER, "gather"), (REDUCE, "reduce"), (VIEW, "view"), (PACK, "pack")):
+    if node.target is KEEP_PART:
+        return f"keep_part {lookup(node.args[1]).name}"  # type: ignore[arg-type]
+    named = {GATHER: "gather", GATHER_PART: "gather_part", REDUCE: "reduce", VIEW: "view", PACK: "pack"}
+    for target, said in named.items():
         if node.target is target:
             return f"{said} {lookup(node.args[1]).name} {node.args[2]}"  # type: ignore[arg-type]
     return node.target._schema.name.split("::")[1]  # type: ignore[union-attr]

@@ -48,7 +48,7 @@ def own_part_of_the_buffer(gm: fx.GraphModule) -> None:
     [
         (half_of_the_flat_shard, r"has an input of 6 torch.float32, but the bucket's segment is 12 torch.float32 on"),
         (other_dtype, r"has an input of 12 torch.bool, but the bucket's segment is 12 torch.float32 on"),
-        (other_group_size, r"\(all_gather of bucket b\) is over 4 ranks, but the bucket has 2 segments; use"),
+        (other_group_size, r"\(all_gather of bucket b\) is over 4 ranks, but the plan's is over 2; use"),
         (own_part_of_the_buffer, r"slice\w* reads a part of the gathered buffer of bucket b that is no parameter"),
     ],
 )
