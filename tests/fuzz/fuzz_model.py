@@ -105,8 +105,14 @@ def _tie(first: nn.Module, second: nn.Module) -> None:
 def shard(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> None:
     """Shard ``model`` in place, in the units of the spec."""
     placement = _placements(model, spec) if spec.placements else None
+    shards = mesh.size(mesh.ndim - 1)
+    in_pairs = spec.pairs and shards > 2 and shards % 2 == 0
+
+    def kept(reshard: bool | None) -> bool | int | None:
+        return 2 if reshard and in_pairs else reshard
+
     if spec.units == "auto":
-        fxshard.shard(model, mesh, reshard_after_forward=spec.reshard, shard_placement_fn=placement)
+        fxshard.shard(model, mesh, reshard_after_forward=kept(spec.reshard) or False, shard_placement_fn=placement)
         return
     done: set[int] = set()
     for unit, reshard in _units(model, spec):
@@ -116,11 +122,11 @@ def shard(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> None:
             fxshard.fully_shard(
                 new if len(new) > 1 else new[0],
                 mesh=mesh,
-                reshard_after_forward=reshard,
+                reshard_after_forward=kept(reshard),
                 shard_placement_fn=placement,
             )
     fxshard.fully_shard(
-        model, mesh=mesh, reshard_after_forward=spec.root.reshard, shard_placement_fn=placement
+        model, mesh=mesh, reshard_after_forward=kept(spec.root.reshard), shard_placement_fn=placement
     )
 
 

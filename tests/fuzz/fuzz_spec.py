@@ -77,6 +77,7 @@ class Spec:
     reshard: bool = True
     placements: bool = False  # parameters are cut along other dims, in blocks, or not at all
     replicate: bool = False  # a (2, ranks / 2) mesh
+    pairs: bool = False  # where more than two ranks shard, what reshards does so to pairs of them
     compile_blocks: bool = False  # each child of the root is compiled by itself
 
     @property
@@ -172,6 +173,7 @@ def random_spec(seed: int) -> Spec:
         placements=rng.random() < 0.25,
         replicate=rng.random() < 0.4,
         compile_blocks=rng.random() < 0.25,
+        pairs=rng.random() < 0.4,
     )
 
 
