@@ -90,16 +90,21 @@ class Agreement:
         buckets: all buckets of the scope over this mesh, in the same order on every rank.
         mesh: where they live.
         join: take part in a collective that another rank wants.
+        settle: launch what others may wait for before they answer; called before this rank stops for them.
     """
 
     def __init__(
-        self, buckets: Sequence[ParamBucket], mesh: DeviceMesh, join: Callable[[Kind, ParamBucket], None]
+        self,
+        buckets: Sequence[ParamBucket],
+        mesh: DeviceMesh,
+        join: Callable[[Kind, ParamBucket], None],
+        settle: Callable[[], None],
     ) -> None:
         self.buckets = list(buckets)
         self.number = {b: i for i, b in enumerate(self.buckets)}
         self.mesh = mesh
         self.eager = False  # whether a forward ever ran eagerly: else all collectives are in whole compiled graphs
-        self._join = join
+        self._join, self._settle = join, settle
         self._first_param: list[int] = [0]
         for b in self.buckets:
             self._first_param.append(self._first_param[-1] + len(b.slots))
@@ -233,6 +238,7 @@ class Agreement:
     def _round(self, phase: Phase, code: int) -> tuple[int, Tensor]:
         """The lowest number that any rank wants, and everything said so far by any rank."""
         self._check_posted()
+        self._settle()
         message = self._message(phase, code)
         dist.all_reduce(message, dist.ReduceOp.MIN, group=control_group(self.mesh))
         return int(message[0]), message

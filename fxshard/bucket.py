@@ -84,7 +84,6 @@ class ParamBucket:
     reduction: Reduction = field(init=False)
     reduced: Noted = field(default_factory=Noted, init=False)  # ids whose gradient the running backward has reduced
     unreduced: Unreduced = field(init=False)
-    late: list[tuple[Tensor, set[int]]] = field(default_factory=list, init=False)  # see hand_out_late
     _watched: nn.Parameter | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +179,7 @@ class ParamBucket:
         if self.flat.requires_grad != trainable:
             self.flat.requires_grad_(trainable)
         if trainable and self._watched is not self.flat:
-            self.flat.register_post_accumulate_grad_hook(lambda _: self._hand_out())
+            self.flat.register_post_accumulate_grad_hook(lambda _: self._take_over())
             self._watched = self.flat
         for slot in self.slots:
             slot.detached = trainable and not slot.param.requires_grad
@@ -196,28 +195,18 @@ class ParamBucket:
         else:
             self.unreduced.note(stage, ids)
 
-    def _hand_out(self) -> None:
+    def _take_over(self) -> None:
         """Take the gradient of the flat shard, where autograd left it, and leave nothing there."""
         segment, self.flat.grad = self.flat.grad, None
         if segment is not None:
-            self.unit.scope.await_backward()
-            self.hand_out(segment, self.reduced.take())
+            self.unit.scope.note_segment(self, segment, self.reduced.take())
 
-    def hand_out(self, segment: Tensor, ids: set[int]) -> None:
-        """Hand parameters ``ids`` their parts of a grad segment, storage dtype."""
-        trainable = {i for i, s in enumerate(self.slots) if s.param.requires_grad}
-        self._give(segment, ids & trainable)
-        if (undecided := trainable - ids) and self.groups.size > 1:
-            self.late.append((segment, undecided))
-        self.unit.scope.note_graded(self, sorted(ids & trainable))
+    def trainable(self) -> set[int]:
+        """Parameters that get a gradient now."""
+        return {i for i, s in enumerate(self.slots) if s.param.requires_grad}
 
-    def hand_out_late(self, ids: set[int]) -> None:
-        """Hand out what this rank could not know: other ranks gave parameters ``ids`` a gradient in this backward."""
-        late, self.late = self.late, []
-        for segment, undecided in late:
-            self._give(segment, ids & undecided)
-
-    def _give(self, segment: Tensor, ids: set[int]) -> None:
+    def give(self, segment: Tensor, ids: Iterable[int]) -> None:
+        """Hand parameters ``ids`` their parts of a grad segment, storage dtype: assign or add, then run their hooks."""
         present: list[Tensor] = []
         new: list[Tensor] = []
         params: list[nn.Parameter] = []

@@ -45,19 +45,38 @@ def reduce_scatter(packed: Tensor, groups: MeshGroups, reduction: Reduction) -> 
 
     ``packed`` is 1-D, ``shard_size`` segments of equal length, and may be overwritten. Same dtype.
     """
+    return finish_reduce_scatter(start_reduce_scatter(packed, groups, reduction), packed, groups, reduction)
+
+
+def start_reduce_scatter(packed: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
+    """Launch ``reduce_scatter``; ``finish_reduce_scatter`` waits for what comes back."""
     if reduction.before != 1:
-        packed = packed.div_(reduction.before)
-    if groups.reduce is not None:
-        sent = c10d.reduce_scatter_tensor(_real(packed), reduction.op, groups.shard_size, groups.reduce)
-        packed = _like(packed, c10d.wait_tensor(sent))
-    return packed if reduction.after_shard == 1 else packed.div_(reduction.after_shard)
+        packed.div_(reduction.before)
+    if groups.reduce is None:
+        return packed
+    return c10d.reduce_scatter_tensor(_real(packed), reduction.op, groups.shard_size, groups.reduce)
+
+
+def finish_reduce_scatter(started: Tensor, packed: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
+    """What ``reduce_scatter`` of ``packed`` gives, from what ``start_reduce_scatter`` gave."""
+    segment = packed if groups.reduce is None else _like(packed, c10d.wait_tensor(started))
+    return segment if reduction.after_shard == 1 else segment.div_(reduction.after_shard)
 
 
 def all_reduce(segment: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
     """``segment`` (1-D, may be overwritten) reduced over the replicas: the second stage. Same shape and dtype."""
+    return finish_all_reduce(start_all_reduce(segment, groups, reduction), segment, groups, reduction)
+
+
+def start_all_reduce(segment: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
+    """Launch ``all_reduce``; ``finish_all_reduce`` waits for what comes back."""
+    return segment if groups.replicate is None else c10d.all_reduce(_real(segment), reduction.op, groups.replicate)
+
+
+def finish_all_reduce(started: Tensor, segment: Tensor, groups: MeshGroups, reduction: Reduction) -> Tensor:
+    """What ``all_reduce`` of ``segment`` gives, from what ``start_all_reduce`` gave."""
     if groups.replicate is not None:
-        sent = c10d.all_reduce(_real(segment), reduction.op, groups.replicate)
-        segment = _like(segment, c10d.wait_tensor(sent))
+        segment = _like(segment, c10d.wait_tensor(started))
     return segment if reduction.after_replicate == 1 else segment.div_(reduction.after_replicate)
 
 

@@ -17,6 +17,7 @@ from fxshard import _torch, comm
 from fxshard.agreement import Agreement, Kind, Phase, Ticket
 from fxshard.ahead import Ahead
 from fxshard.bucket import ParamBucket
+from fxshard.in_flight import InFlight
 from fxshard.kept_parts import KeptParts
 from fxshard.mesh import ranks_of
 from fxshard.unreduced import dense
@@ -39,6 +40,8 @@ class Scope:
         self.held: dict[ParamBucket, Window] = {}  # by ``unshard()``, until ``reshard()``
         self.ahead = Ahead()
         self.parts = KeptParts()
+        self.in_flight = InFlight()
+        self._segments: list[tuple[ParamBucket, Tensor, set[int]]] = []  # reduced, to be handed out when backward ends
         self.records = False  # whether the outermost forward, now or last, was to have a backward
         self._regathered: list[Window] = []
         self._running: list[nn.Module] = []  # whose forward is on its way, outermost first
@@ -117,6 +120,8 @@ class Scope:
         """Forget what a forward or backward that raised left behind."""
         self.windows.clear()
         self.parts = KeptParts()
+        self.in_flight.drop()
+        self._segments.clear()
         self._regathered.clear()
         self._running.clear()
         self.depth, self._backward = 0, _torch.NO_BACKWARD
@@ -169,6 +174,7 @@ class Scope:
                 window.check_unwritten()
                 self._close(window)
 
+    @_torch.outside_dynamo
     def _close(self, window: Window) -> None:
         if self.held.get(window.bucket) is not window:
             window.close()
@@ -215,20 +221,21 @@ class Scope:
         self._launch_ahead(u for u in window.bucket.unit.backward_prefetch if u.reshard_after_forward and u not in had)
 
     @_torch.outside_dynamo
-    def reduce(self, bucket: ParamBucket, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of the flat shard from those of full parameters; None while gradients are not synchronised."""
+    def reduce(self, bucket: ParamBucket, grads: Sequence[Tensor | None]) -> None:
+        """Start to reduce gradients of full parameters, or keep them while gradients are not synchronised."""
         self.await_backward()
         if not bucket.unit.reduces:
             given = [None if g is None else dense(g) for g in grads]
             bucket.unreduced.keep("none", bucket.pack(given), [i for i, g in enumerate(given) if g is not None])
-            return None
+            return
         self._want([(Kind.REDUCE, bucket)])
-        reduced = bucket.unreduced.reduce(grads)
-        if reduced is None:
-            return None
-        segment, ids = reduced
-        bucket.note_reduced(ids)  # autograd hands the segment on, see ParamBucket._hand_out
-        return segment
+        self.in_flight.launch(bucket, grads)
+
+    @_torch.outside_dynamo
+    def note_segment(self, bucket: ParamBucket, segment: Tensor, ids: set[int]) -> None:
+        """A compiled backward reduced gradients of parameters ``ids``."""
+        self.await_backward()
+        self._segments.append((bucket, segment, ids))
 
     @_torch.outside_dynamo
     def _end_backward(self) -> None:
@@ -243,34 +250,40 @@ class Scope:
 
     @torch.no_grad()
     def _end_piece(self) -> None:
-        """Reduce what waited for it, let every rank catch up, and hand out gradients that other ranks had."""
+        """Reduce what waited for it, let every rank catch up, and hand out gradients: not before all are there.
+
+        A parameter that got a gradient on another rank alone gets its part of it too.
+        """
         phases = self._phases[True]
         if self._backward == _torch.NO_BACKWARD:
             return
+        self.in_flight.drain()
         for bucket in self._buckets():
             if bucket.unreduced.due:
                 self._want([(Kind.REDUCE, bucket)])
-                self._reduce_waiting(bucket)
+                self.in_flight.launch(bucket)
+        self.in_flight.drain()
+        self._segments += self.in_flight.take()
+        undecided: set[ParamBucket] = set()
+        for bucket, _, ids in self._segments:
+            self._note_graded(bucket, bucket.trainable() & ids)
+            undecided |= {bucket} if bucket.trainable() - ids else set()
         graded: dict[ParamBucket, set[int]] = {}
         for agreement, phase in phases.items():
             if not agreement.eager:
                 phase.expected = []  # all collectives were in compiled graphs
-            if agreement.eager or any(b.late for b in agreement.buckets):
+            if agreement.eager or undecided & agreement.number.keys():
                 self._learned.setdefault((_BACKWARD, self._piece_key), {})[agreement] = agreement.finish(phase)
                 graded |= agreement.take_graded()
             else:
                 agreement.post(phase)
         phases.clear()
-        for bucket, ids in graded.items():
-            bucket.hand_out_late(ids)
+        self.in_flight.drain()
+        segments, self._segments = [*self._segments, *self.in_flight.take()], []
+        for bucket, segment, ids in segments:
+            bucket.give(segment, (ids | graded.get(bucket, set())) & bucket.trainable())
 
     # -- agreement with other ranks -----------------------------------------------------------------------------------
-
-    def note_graded(self, bucket: ParamBucket, ids: Sequence[int]) -> None:
-        """Parameters ``ids`` of the bucket were given a gradient by the running backward of this rank."""
-        agreement = self._agreement(bucket)
-        if agreement is not None:
-            agreement.note_graded(bucket, ids)
 
     @_torch.outside_dynamo
     def before_graph(self, launches: Sequence[tuple[Launched, ParamBucket]], same_everywhere: bool) -> None:
@@ -280,6 +293,7 @@ class Scope:
         ``same_everywhere``; inside eager code ranks may run different graphs.
         """
         self.await_backward()
+        self.in_flight.drain()  # the graph has reductions of its own, in its own order
         kinds = {"gather": self._gather_kind(), "gather parts": Kind.GATHER_PARTS, "reduce": Kind.REDUCE}
         wanted = [(kinds[what], b) for what, b in launches if what == "reduce" or b.groups.gather]
         if wanted:
@@ -317,7 +331,8 @@ class Scope:
         """Take part in a collective of other ranks."""
         with torch.no_grad():
             if kind == Kind.REDUCE:
-                self._reduce_waiting(bucket)
+                self.in_flight.launch(bucket)
+                self.in_flight.finish_scatter()
             elif kind == Kind.GATHER_PARTS:
                 kept = bucket.kept_part
                 assert kept is not None
@@ -328,10 +343,11 @@ class Scope:
                 if kind == Kind.GATHER and bucket.kept_part is not None:
                     self.parts.keep_for_others(bucket, gathered)
 
-    def _reduce_waiting(self, bucket: ParamBucket) -> None:
-        reduced = bucket.unreduced.reduce(())
-        if reduced is not None:
-            bucket.hand_out(*reduced)
+    def _note_graded(self, bucket: ParamBucket, ids: Iterable[int]) -> None:
+        """Parameters ``ids`` of the bucket get a gradient from the running backward of this rank."""
+        agreement = next((a for a in self._all_agreements() if bucket in a.number), None)
+        if agreement is not None:
+            agreement.note_graded(bucket, sorted(ids))
 
     def _buckets(self) -> list[ParamBucket]:
         return [b for u in self.units for b in u.buckets]
@@ -342,7 +358,10 @@ class Scope:
             for bucket in self._buckets():
                 if bucket.groups.size > 1:
                     by_ranks.setdefault(ranks_of(bucket.mesh), []).append(bucket)
-            self._agreements = [Agreement(buckets, buckets[0].mesh, self._join) for buckets in by_ranks.values()]
+            self._agreements = [
+                Agreement(buckets, buckets[0].mesh, self._join, self.in_flight.finish_scatter)
+                for buckets in by_ranks.values()
+            ]
         return self._agreements
 
     def _first_guess(self, agreement: Agreement, module: nn.Module | None) -> list[Ticket]:
@@ -363,9 +382,6 @@ class Scope:
     def _can_join(self, agreement: Agreement, ticket: Ticket) -> bool:
         """Whether forward kept what backward gathers; all ranks did or none."""
         return ticket.kind != Kind.GATHER_PARTS or self.parts.current(agreement.buckets[ticket.bucket]) is not None
-
-    def _agreement(self, bucket: ParamBucket) -> Agreement | None:
-        return next((a for a in self._all_agreements() if bucket in a.number), None)
 
 
 @_torch.outside_dynamo

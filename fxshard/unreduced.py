@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxshard import comm
 from fxshard.noted import Noted
 from fxshard.reduction import Stage
 
@@ -39,7 +38,7 @@ class Waiting:
 
 
 class Unreduced:
-    """What one bucket keeps. ``reduce`` is collective over the bucket's mesh, nothing else is."""
+    """What one bucket keeps. Nothing here is collective."""
 
     def __init__(self, bucket: ParamBucket) -> None:
         self._bucket = bucket
@@ -107,22 +106,16 @@ class Unreduced:
         buffer.add_(waiting.buffer)
         return waiting.ids
 
-    def reduce(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, set[int]] | None:
-        """The grad segment, storage dtype, of full gradients (by id; may be empty) and all that waits, and whose
-        gradients are in it. None where the all-reduce is delayed.
-        """
+    def packed(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, set[int]]:
+        """What a reduction sends: full gradients (by id; may be empty) and those that wait, packed and scaled. And
+        whose they are."""
         b = self._bucket
         ids = {i for i, g in enumerate(grads) if g is not None}
         packed = b.pack([None if g is None else dense(g) for g in grads] or [None] * len(b.slots))
         ids |= self.add_to(packed, "none")
         if b.unit.scale is not None:
             packed.mul_(b.unit.scale)
-        segment = comm.reduce_scatter(packed, b.groups, b.reduction)
-        if not b.unit.all_reduces:
-            self.keep("shard", segment, ids)
-            return None
-        ids |= self.add_to(segment, "shard")
-        return comm.all_reduce(segment, b.groups, b.reduction).to(b.flat.device, b.dtypes.storage), ids
+        return packed, ids
 
     def _check_version(self, waiting: Waiting) -> None:
         if waiting.version == self._bucket.flat._version:

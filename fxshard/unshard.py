@@ -21,7 +21,7 @@ from fxshard.bucket import ParamBucket
 
 
 class _Unshard(torch.autograd.Function):
-    """flat shard -> every full parameter of the bucket; backward: full gradients -> gradient of the flat shard."""
+    """flat shard -> every full parameter of the bucket; backward: full gradients -> their reduction."""
 
     @staticmethod
     def forward(flat: Tensor, window: Window) -> tuple[Tensor, ...]:
@@ -39,9 +39,10 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         ctx.window.regathered = None
-        return ctx.window.bucket.unit.scope.reduce(ctx.window.bucket, grads), None
+        ctx.window.bucket.unit.scope.reduce(ctx.window.bucket, grads)  # which hands gradients out when backward ends
+        return None, None
 
 
 @dataclass(eq=False)

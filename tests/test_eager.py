@@ -38,9 +38,9 @@ class Net(nn.Module):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts calls of collectives: all-gathers and reduce_scatter on buckets, and messages between ranks."""
+    """Counts calls of collectives: all-gathers and reduce-scatters of buckets, and messages between ranks."""
     counts: Counter[str] = Counter()
-    saved = comm.start_all_gather, comm.reduce_scatter, dist.all_reduce
+    saved = comm.start_all_gather, comm.start_reduce_scatter, dist.all_reduce
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,12 +50,12 @@ def counted() -> Iterator[Counter[str]]:
         return run
 
     comm.start_all_gather = counting("gather", saved[0])
-    comm.reduce_scatter = counting("reduce", saved[1])
+    comm.start_reduce_scatter = counting("reduce", saved[1])
     dist.all_reduce = counting("message", saved[2])
     try:
         yield counts
     finally:
-        comm.start_all_gather, comm.reduce_scatter, dist.all_reduce = saved
+        comm.start_all_gather, comm.start_reduce_scatter, dist.all_reduce = saved
 
 
 def step(model: nn.Module) -> None:
@@ -166,7 +166,7 @@ def leftovers() -> tuple[int, int, int]:
     step(model)
     units = units_of(model)
     scope = units[0].scope
-    late = sum(len(b.late) for u in units for b in u.buckets)
+    late = len(scope.in_flight.take()) + len(scope._segments)
     return len(scope.windows), late, sum(len(b.unreduced.ids) for u in units for b in u.buckets)
 
 

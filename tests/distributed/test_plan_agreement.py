@@ -237,7 +237,11 @@ def announce(launches: int) -> list[list[int]]:
     units = model._fxshard_unit.scope.units
     buckets = [b for unit in units for b in unit.buckets]
     mesh = buckets[0].slots[0].cut.mesh
-    agreed = agreement.Agreement(buckets, mesh, lambda kind, bucket: joined.append([int(kind), buckets.index(bucket)]))
+
+    def join(kind: agreement.Kind, bucket: Any) -> None:
+        joined.append([int(kind), buckets.index(bucket)])
+
+    agreed = agreement.Agreement(buckets, mesh, join, lambda: None)
     phase = agreement.Phase([])
     if dist.get_rank() == 1:
         agreed.want(phase, [(agreement.Kind.GATHER, bucket) for bucket in buckets[:launches]])
