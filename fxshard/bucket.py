@@ -6,7 +6,8 @@
 *gathered*    all segments end to end, gather dtype: the global buffer itself. A full parameter is a contiguous view of
               it at its layout offset (for a cut along dim k > 0, a view with dim k moved back from the front).
 *packed*      full gradients at the same offsets, zeros in the gaps, reduce dtype: the reduce-scatter input.
-*grad segment*  this rank's segment of the reduced gradients, storage dtype, in which each ``.grad`` is a view.
+*grad segment*  this rank's segment of the reduced gradients, in which each ``.grad`` (storage dtype) or ``main_grad``
+              (reduce dtype) is a view.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class ParamBucket:
         groups = self.groups
         stored = [(tuple(s.cut.storage_shape), s.cut.dim) for s in self.slots]
         sizes = (self.layout.size, self.segment_size, groups.shard_size, groups.replicate_size)
-        graphs_depend_on = (self.dtypes, self.reduction, str(self.device), bool(self.unreduced.sinks))
+        graphs_depend_on = (self.dtypes, self.reduction, str(self.device), self.unreduced.may_wait)
         self.key = registry.register(self, (stored, tuple(self.layout.tensor_to_offset), sizes, graphs_depend_on))
 
     def gap_ranges(self) -> list[Range]:
@@ -184,6 +185,11 @@ class ParamBucket:
         for slot in self.slots:
             slot.detached = trainable and not slot.param.requires_grad
 
+    def follow_main_grads(self) -> None:
+        """Let gradients flow to a leaf of the reduce dtype, if the unit keeps them in it."""
+        if self.unit.main_grads:
+            self.unreduced.make_sinks(["main"])
+
     def note_reduced(self, ids: Iterable[int]) -> None:
         """Say which parameters the running backward gives a gradient: the others' ``.grad`` stays None."""
         self.reduced.add(ids)
@@ -205,8 +211,14 @@ class ParamBucket:
         """Parameters that get a gradient now."""
         return {i for i, s in enumerate(self.slots) if s.param.requires_grad}
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of a grad segment."""
+        return self.dtypes.reduce if self.unit.main_grads else self.dtypes.storage
+
     def give(self, segment: Tensor, ids: Iterable[int]) -> None:
-        """Hand parameters ``ids`` their parts of a grad segment, storage dtype: assign or add, then run their hooks."""
+        """Hand parameters ``ids`` their parts of a grad segment: assign or add, then run their hooks."""
+        name = "main_grad" if self.unit.main_grads else "grad"
         present: list[Tensor] = []
         new: list[Tensor] = []
         params: list[nn.Parameter] = []
@@ -217,9 +229,9 @@ class ParamBucket:
                 replaced = hook(grad)
                 grad = grad if replaced is None else replaced
             params.append(param)
-            before: Tensor | None = param.grad
+            before: Tensor | None = getattr(param, name, None)
             if before is None:
-                param.grad = grad
+                setattr(param, name, grad)
             else:
                 present.append(before)
                 new.append(grad)
@@ -351,6 +363,7 @@ class ParamBucket:
         self.unreduced = Unreduced(self)
         self.set_reduction(self.unit.reduce_op, self.unit.divide_factor)
         self.unit.set_stage(self.unit.reduces, self.unit.all_reduces)
+        self.follow_main_grads()
         self.follow_requires_grad()
 
     @property

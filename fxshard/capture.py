@@ -24,8 +24,9 @@ from fxshard.inspect.copies import Copies, copies_of
 from fxshard.inspect.dump import Dump
 from fxshard.inspect.schedule import Step, steps_of
 from fxshard.options import Options
-from fxshard.passes import copy_packs, tag_reshard
+from fxshard.passes import copy_packs, fuse_all_reduces, tag_reshard
 from fxshard.passes.pipeline import rewrite
+from fxshard.passes.verify import verify
 from fxshard.plan import Plan, make_plan
 from fxshard.reduction import Stage
 from fxshard.registry import lookup
@@ -86,7 +87,11 @@ class Capture:
         read = sorted({key_of(n) for n in nodes_of([gm.graph], [GATHER, KEEP_PART])})
         reduced = sorted({(key_of(n), stage_of(n), index_of(n)) for n in nodes_of([gm.graph], [REDUCE])})
         launches: list[tuple[Launched, str]] = []
-        if self.options.fuse:
+        if self.options.fuse == "all-reduces" and fuse_all_reduces.run(gm).modified:
+            gm.graph.lint()
+            verify(gm)
+            gm.recompile()
+        if self.options.fuse is True:
             buckets = Buckets.of([gm.graph])
             plan = self._plan(gm.graph, kind, buckets)
             self.plans[kind] = plan

@@ -88,4 +88,4 @@ class InFlight:
         if flying is not None:
             b = flying.bucket
             segment = comm.finish_all_reduce(flying.sent, flying.buffer, b.groups, b.reduction)
-            self._done.append((b, segment.to(b.flat.device, b.dtypes.storage), flying.ids))
+            self._done.append((b, segment.to(b.flat.device, b.grad_dtype), flying.ids))

@@ -6,20 +6,21 @@
 ``fxshard::keep_part(flat_shard, bucket, ranks)``      1 / ``ranks`` of the gathered buffer: what this rank keeps of it
                                                       from forward to backward; one all-gather.
 ``fxshard::gather_part(part, bucket, index, ranks)``  the full parameter out of such parts; one all-gather.
+``fxshard::scatter_grad(grad, bucket, index)``        ``reduce_grad`` over the shard dim alone, for a graph that
+                                                      all-reduces the sum of shares itself.
 ``fxshard::param_view(gathered, bucket, index)``      a full parameter out of the gathered buffer (after bucketing).
 ``fxshard::pack_grads(grads, bucket, ids)``           the reduce-scatter input from full gradients (after bucketing).
 ``fxshard::concat(pieces, offsets, size)``            the same where offsets are known (after lowering); code generators
                                                       let what computes a piece write it to its place.
 ``fxshard::add_waiting(buffer, bucket, kept, stage)`` a buffer of gradients and those that waited for it since other
                                                       backwards (after bucketing).
-
 ``fxshard::take_part(gathered, bucket, ranks)``       this rank's part of a gathered buffer (after bucketing).
 
 The first two are collective over the bucket's mesh; each is the backward of the other's direction. Both take a *stage*
 (``fxshard.reduction.Stage``), how far gradients are reduced, a *sink* to which they flow where that is not all the way
-(see ``fxshard.unreduced``), and a *scale*, a tensor of 0 dims that multiplies them. At stage "shard" a share is reduced
-over the shard dim alone, at stage "none" not at all (and as long as the layout); both keep the reduce dtype. What waits
-is not added here but reduced when backward ends.
+(see ``fxshard.unreduced``), and a *scale*, a tensor of 0 dims that multiplies them. At stage "main" a share keeps the
+reduce dtype, at stage "shard" it does and is reduced over the shard dim alone, at stage "none" it is not reduced at all
+(and as long as the layout). What waits is not added here but reduced when backward ends.
 
 All have eager kernels, so a graph runs at every stage of the pipeline and the unfused graph is the oracle of the fused
 one. The bucket is named by its registry key.
@@ -86,32 +87,50 @@ def _(
 def reduce_grad(grad: Tensor, bucket: str, index: int, stage: str = "all", scale: Tensor | None = None) -> Tensor:
     b = lookup(bucket)
     b.note(as_stage(stage), [index])
-    grad = grad.to(b.dtypes.reduce)
-    if scale is not None and stage != "none":  # what waits is scaled when it is reduced
-        grad = grad * scale
-    if stage == "none":
+    if stage == "none":  # what waits is scaled when it is reduced
         return b.pack([grad if i == index else None for i in range(len(b.slots))])
+    share = _scattered(grad, b, index, scale)
+    if stage == "shard":
+        return share
+    share = comm.all_reduce(share, b.groups, b.reduction)
+    return share.to(b.flat.device, b.dtypes.storage if stage == "all" else b.dtypes.reduce)
+
+
+def _scattered(grad: Tensor, b: ParamBucket, index: int, scale: Tensor | None) -> Tensor:
+    """A gradient's share of the segment, reduced over the shard dim: reduce dtype, zeros beside its rows."""
+    grad = grad.to(b.dtypes.reduce)
+    if scale is not None:
+        grad = grad * scale
     stored = grad.movedim(b.slots[index].cut.dim, 0)
     rows, longest = _padded_rows(b, index)
     padded = stored.new_zeros(len(rows), longest, *stored.shape[1:])
     for piece, (first, n) in zip(padded, rows, strict=True):
         piece[:n] = stored[first : first + n]
-    reduced = comm.reduce_scatter(padded.flatten(), b.groups, b.reduction)
-    if stage == "all":
-        reduced = comm.all_reduce(reduced, b.groups, b.reduction)
-    reduced = reduced.view(padded.shape[1:])
-    share = reduced.new_zeros(b.segment_size, dtype=b.dtypes.storage if stage == "all" else b.dtypes.reduce)
+    reduced = comm.reduce_scatter(padded.flatten(), b.groups, b.reduction).view(padded.shape[1:])
+    share = reduced.new_zeros(b.segment_size)
     slab = b.slab(share, index)
     slab.copy_(reduced[: slab.shape[0]])
-    return share.to(b.flat.device) if stage == "all" else share
+    return share
 
 
 @reduce_grad.register_fake
 def _(grad: Tensor, bucket: str, index: int, stage: str = "all", scale: Tensor | None = None) -> Tensor:
     b = lookup(bucket)
-    if stage == "all":
-        return grad.new_empty(b.segment_size, dtype=b.dtypes.storage, device=b.flat.device)
+    if stage in ("all", "main"):
+        dtype = b.dtypes.storage if stage == "all" else b.dtypes.reduce
+        return grad.new_empty(b.segment_size, dtype=dtype, device=b.flat.device)
     return grad.new_empty(b.segment_size if stage == "shard" else b.layout.size, dtype=b.dtypes.reduce)
+
+
+@torch.library.custom_op("fxshard::scatter_grad", mutates_args=())
+def scatter_grad(grad: Tensor, bucket: str, index: int, scale: Tensor | None = None) -> Tensor:
+    return _scattered(grad, lookup(bucket), index, scale)
+
+
+@scatter_grad.register_fake
+def _(grad: Tensor, bucket: str, index: int, scale: Tensor | None = None) -> Tensor:
+    b = lookup(bucket)
+    return grad.new_empty(b.segment_size, dtype=b.dtypes.reduce)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -20,7 +20,8 @@ class Options:
         in_flight: how many units' reductions (of each kind) may be under way; 0 waits for each at its launch.
         pack: "in place": gradients are written into the reduce-scatter input by the kernels that compute them; "copy":
             they are copied there.
-        fuse: False keeps one collective per parameter, as captured: the oracle of every pass.
+        fuse: False keeps one collective per parameter, as captured: the oracle of every pass; "all-reduces" one per
+            parameter over the shards, and one a unit's bucket over the replicas.
         check_order: what to do if generated code launches or waits in another order than the graph: "warn", "error"
             or "off".
         agree: whether ranks compare the plan of each graph before they run it, see ``fxshard.plan_agreement``; False
@@ -33,7 +34,7 @@ class Options:
     prefetch: int = 1
     in_flight: int = 1
     pack: str = "in place"
-    fuse: bool = True
+    fuse: bool | str = True
     check_order: str = "warn"
     agree: bool = True
     agree_seconds: int = 30
@@ -46,7 +47,8 @@ class Options:
                 raise ValueError(f"option {name!r} takes {said}, got {value!r} of type {type(value).__name__}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"option {name!r} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+                choices = ", ".join(map(str, allowed))
+                raise ValueError(f"option {name!r} is one of {choices}; got {getattr(self, name)!r}")
         for name in ("prefetch", "in_flight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"option {name!r} counts units and is at least 0, got {getattr(self, name)}")
@@ -54,17 +56,18 @@ class Options:
             raise ValueError(f"option 'agree_seconds' is at least 1, got {self.agree_seconds}; agree=False is off")
 
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "codegen": ("inductor", "eager"),
     "pack": ("in place", "copy"),
+    "fuse": (True, False, "all-reduces"),
     "check_order": ("warn", "error", "off"),
 }
-_KINDS: dict[str, tuple[type, str]] = {
+_KINDS: dict[str, tuple[Any, str]] = {
     "codegen": (str, "a string"),
     "prefetch": (int, "an int"),
     "in_flight": (int, "an int"),
     "pack": (str, "a string"),
-    "fuse": (bool, "a bool"),
+    "fuse": ((bool, str), 'a bool or "all-reduces"'),
     "check_order": (str, "a string"),
     "agree": (bool, "a bool"),
     "agree_seconds": (int, "an int"),

@@ -235,7 +235,7 @@ def _plan_reductions(facts: GraphFacts, in_flight: int) -> list[Collective]:
 
 
 def _has_second_stage(bucket: BucketFacts, reduction: ReduceFact) -> bool:
-    return reduction.stage == "all" and bucket.shard_size > 1 and bucket.replicate_size > 1
+    return reduction.stage in ("all", "main") and bucket.shard_size > 1 and bucket.replicate_size > 1
 
 
 def _ranks(bucket: BucketFacts) -> int:

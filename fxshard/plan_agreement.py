@@ -67,7 +67,7 @@ def agree(graphs: Mapping[str, fx.Graph], options: Options, make_plan: Planner) 
             continue
         names = [n for n, b in buckets.by_name.items() if _mesh(b) == mesh]
         text = _text([_part(plan, names) for plan in plans], options)
-        if not options.fuse:
+        if options.fuse is not True:
             text += _captured(graphs, buckets, names)
         with _torch.outside_fake_mode():
             _Comparison(mesh, text, options).run()

@@ -8,19 +8,19 @@ of two near the square root of all ranks divides before it, and the rest after, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-Stage = Literal["all", "shard", "none"]
-"""How far gradients are reduced: over all ranks; over the shard dim alone, while the all-reduce waits; not at all."""
-
+Stage = Literal["all", "main", "shard", "none"]
+"""How far gradients are reduced: over all ranks, for ``.grad`` (storage dtype) or ``main_grad`` (reduce dtype); over
+the shard dim alone, while the all-reduce waits; not at all."""
 
 
 def as_stage(text: str) -> Stage:
     """A stage from the string that a graph node holds."""
-    if text not in ("all", "shard", "none"):
-        raise ValueError(f"a stage is all, shard or none, got {text!r}")
+    if text not in get_args(Stage):
+        raise ValueError(f"a stage is one of {', '.join(get_args(Stage))}; got {text!r}")
     return text  # type: ignore[return-value]
 
 

@@ -40,6 +40,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     replicate_params: set[nn.Parameter] | None = None,
     param_mp_policies: Mapping[nn.Parameter, MixedPrecisionPolicy] | None = None,
+    main_grads: bool = False,
 ) -> nn.Module | Sequence[nn.Module]:
     """Make ``module`` (or a list of modules, run one after another) one unit: signature and meaning of
     ``torch.distributed.fsdp.fully_shard``.
@@ -66,6 +67,9 @@ def fully_shard(
         ignored_params: left as they are, unsharded and not synchronised.
         replicate_params: whole on every rank, with gradients all-reduced over all ranks of the mesh.
         param_mp_policies: ``param_dtype`` and ``reduce_dtype`` of single parameters, in place of ``mp_policy``'s.
+        main_grads: reduced gradients are not cast to the parameter's dtype but stay in the reduce dtype, as
+            ``param.main_grad``, and ``param.grad`` stays None; for optimizers that read them there, and reset them to
+            None.
 
     Returns the argument. Raises ``ValueError`` for a mesh of more than two dims, an empty list, a member that is no
     module, a module sharded before, a parameter of 0 dims, a number of ranks that does not divide a shard size;
@@ -82,7 +86,7 @@ def fully_shard(
     )
     placed = place(found, sharding)
     reshards, size = _reshards(reshard_after_forward, mesh, placed)
-    unit = Unit(modules, [], bool(reshards), mp_policy, Scope(), size, reshards is None)
+    unit = Unit(modules, [], bool(reshards), mp_policy, Scope(), size, reshards is None, main_grads=main_grads)
     for shared in dict.fromkeys(p.mesh for p in placed):
         here = [p.found for p in placed if p.mesh is shared]
         start_alike([f.param for f in here], [f.name for f in here], shared)
@@ -90,6 +94,7 @@ def fully_shard(
     move_unsharded_state(modules, mesh_device(mesh))
     _attach(unit, found)
     for bucket in unit.buckets:
+        bucket.follow_main_grads()
         _ = bucket.kept_part  # makes its group here, where every rank comes
     unit.scope.units = [unit, *inner]
     for u in inner:
@@ -112,6 +117,7 @@ def shard(
     ignored_params: set[nn.Parameter] | None = None,
     replicate_params: set[nn.Parameter] | None = None,
     param_mp_policies: Mapping[nn.Parameter, MixedPrecisionPolicy] | None = None,
+    main_grads: bool = False,
 ) -> nn.Module:
     """Shard a whole model: ``fully_shard`` on each unit, then on the root. Returns ``model``.
 
@@ -137,6 +143,7 @@ def shard(
             ignored_params=ignored_params,
             replicate_params=replicate_params,
             param_mp_policies=param_mp_policies,
+            main_grads=main_grads,
         )
     return model
 

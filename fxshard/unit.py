@@ -29,6 +29,7 @@ class Unit:
     name: str = ""
     reduces: bool = True  # backward reduces gradients; else they wait, see fxshard.unreduced
     all_reduces: bool = True  # the second stage of that too
+    main_grads: bool = False  # reduced gradients stay in the reduce dtype, in ``main_grad`` instead of ``.grad``
     reduce_op: str = "avg"  # one of fxshard.reduction.OPS
     divide_factor: float | None = None  # in place of the number of ranks
     scale: Tensor | None = None  # 0 dims: multiplies packed gradients before they are reduced
@@ -49,7 +50,9 @@ class Unit:
     @property
     def stage(self) -> Stage:
         """How far backward reduces gradients."""
-        return "none" if not self.reduces else "all" if self.all_reduces else "shard"
+        if not self.reduces or not self.all_reduces:
+            return "shard" if self.reduces else "none"
+        return "main" if self.main_grads else "all"
 
     def ran(self, module: nn.Module) -> bool:
         """Note that one of the modules finished its forward; True when all have, and the window may close."""
@@ -62,10 +65,10 @@ class Unit:
     def set_stage(self, reduces: bool, all_reduces: bool) -> None:
         """Say how far backward reduces. The first time that it is not all the way, compiled graphs get sinks."""
         self.reduces, self.all_reduces = reduces, all_reduces
-        if self.stage != "all":
+        if not (reduces and all_reduces):
             for bucket in self.buckets:
-                if not bucket.unreduced.sinks:
-                    bucket.unreduced.make_sinks()
+                if not bucket.unreduced.may_wait:
+                    bucket.unreduced.make_sinks(("none", "shard"))
                     bucket.set_reduction(self.reduce_op, self.divide_factor)
 
     def set_reshard(self, after_forward: bool, size: int | None = None) -> None:

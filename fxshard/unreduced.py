@@ -8,6 +8,7 @@ what waits to what it reduces.
 
 Eager backwards hand gradients over. In a compiled graph they flow to a *sink*, a leaf of the buffer's length without
 memory, and what autograd accumulates there is taken over; ``fxshard::add_waiting`` is where a graph takes what waits.
+Main gradients have a sink as well, since autograd would cast them to the dtype of the flat shard.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fxshard.noted import Noted
-from fxshard.reduction import Stage
+from fxshard.reduction import Stage, as_stage
 
 if TYPE_CHECKING:
     from fxshard.bucket import ParamBucket
@@ -43,8 +44,13 @@ class Unreduced:
     def __init__(self, bucket: ParamBucket) -> None:
         self._bucket = bucket
         self._waiting: dict[Stage, Waiting] = {}
-        self._noted: dict[Stage, Noted] = {"none": Noted(), "shard": Noted()}
+        self._noted: dict[Stage, Noted] = {"none": Noted(), "shard": Noted(), "main": Noted()}
         self.sinks: dict[str, Tensor] = {}
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether gradients ever waited, so that graphs look for them."""
+        return "none" in self.sinks
 
     @property
     def ids(self) -> set[int]:
@@ -64,16 +70,17 @@ class Unreduced:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unreduced:
         twin = Unreduced(copy.deepcopy(self._bucket, memo))
         twin._waiting = copy.deepcopy(self._waiting, memo)
-        if self.sinks:
-            twin.make_sinks()
+        twin.make_sinks(self.sinks)
         return twin
 
-    def make_sinks(self) -> None:
-        """Give graphs that are compiled from now on leaves for gradients that wait."""
+    def make_sinks(self, stages: Iterable[str]) -> None:
+        """Give graphs that are compiled from now on leaves for gradients that flow elsewhere than to ``.grad``."""
         b = self._bucket
-        for stage, length in (("none", b.layout.size), ("shard", b.segment_size)):
+        for stage in map(as_stage, stages):
             if stage not in self.sinks:
-                zero = torch.zeros((), dtype=b.dtypes.reduce, device=b.device)
+                length = b.layout.size if stage == "none" else b.segment_size
+                device = b.flat.device if stage == "main" else b.device
+                zero = torch.zeros((), dtype=b.dtypes.reduce, device=device)
                 sink = zero.expand(length).requires_grad_()
                 sink.register_post_accumulate_grad_hook(lambda sink, stage=stage: self._take_over(sink, stage))  # type: ignore[misc]
                 self.sinks[stage] = sink
@@ -85,6 +92,9 @@ class Unreduced:
     def _take_over(self, sink: Tensor, stage: Stage) -> None:
         buffer, sink.grad = sink.grad, None
         assert buffer is not None
+        if stage == "main":
+            self._bucket.unit.scope.note_segment(self._bucket, buffer, self._noted[stage].take())
+            return
         self.keep(stage, buffer, self._noted[stage].take())
 
     def keep(self, stage: Stage, buffer: Tensor, ids: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ after:   p = pack_grads([g0, g1], b, [0, 1])                    full gradients a
          r = reduce_scatter_tensor(p, "sum");  s = div(wait_tensor(r), shard ranks)
          [s = add_waiting(s, b, "shard", "all")]
          [t = all_reduce(s, "sum");  s = div(wait_tensor(t), replicas)]     where the mesh has replicas
-         flat_grad = convert_element_type(s, storage dtype)
+         flat_grad = convert_element_type(s, storage dtype)     unless it is for main_grad, at stage "main"
 
 At stage "shard" the chain ends behind the reduce-scatter, at stage "none" behind the pack. The merged nodes stand after
 the last gradient. Gradients of one parameter that is used several times are summed in the reduce dtype before they are
@@ -61,7 +61,7 @@ def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
 
 def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     bucket = buckets.by_name[name]
-    sums = _sums(graph, bucket)
+    sums = sums_of(graph, bucket)
     tops = [n for n in sums if any(user not in sums for user in n.users)]
     ways = {(stage_of(n), scale_of(n)) for n in sums if n.target is REDUCE}
     if len(tops) != 1 or len(ways) != 1:
@@ -89,7 +89,7 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     return None
 
 
-def _sums(graph: fx.Graph, bucket: ParamBucket) -> dict[fx.Node, None]:
+def sums_of(graph: fx.Graph, bucket: ParamBucket) -> dict[fx.Node, None]:
     """The bucket's shares and every sum of nothing else, in graph order."""
     sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -138,7 +138,7 @@ class _Chain:
         if groups.replicate is not None:
             node = self._collective(node, _c10d.all_reduce.default, rule.op, groups.replicate)
         node = self._divide(node, rule.after_replicate)
-        if self.bucket.dtypes.storage != self.bucket.dtypes.reduce:
+        if stage == "all" and self.bucket.dtypes.storage != self.bucket.dtypes.reduce:
             node = mark(self.name, convert(self.graph, node, self.bucket.dtypes.storage))
         if self.bucket.offloaded_from is not None:
             node = self._call(_aten._to_copy.default, node, device=self.bucket.flat.device)
@@ -148,7 +148,7 @@ class _Chain:
         return mark(self.name, call(self.graph, target, *args, **kwargs))
 
     def _with_waiting(self, node: fx.Node, kept: Stage, stage: Stage) -> fx.Node:
-        if not self.bucket.unreduced.sinks:
+        if not self.bucket.unreduced.may_wait:
             return node
         return self._call(ADD_WAITING, node, self.key, kept, stage)
 

@@ -84,13 +84,14 @@ def _close(what: str, want: Tensor, got: Tensor, tolerance: float) -> None:
 
 def compiled(model: nn.Module, form: str) -> Callable[..., Any]:
     """``form``: eager, aot_eager or inductor (stock backends), fx or fx-unfused or fx-inductor (ours); fx-waiting has
-    every wait at its launch."""
+    every wait at its launch, fx-all-reduces fuses those alone."""
     if form == "eager":
         return model
     if form in ("aot_eager", "inductor"):
         return torch.compile(model, backend=form, fullgraph=True)
     codegen = "inductor" if form == "fx-inductor" else "eager"
-    options: dict[str, Any] = {"codegen": codegen, "fuse": form != "fx-unfused"}
+    fuse = "all-reduces" if form == "fx-all-reduces" else form != "fx-unfused"
+    options: dict[str, Any] = {"codegen": codegen, "fuse": fuse}
     options |= {"prefetch": 0, "in_flight": 0} if form == "fx-waiting" else {}
     return torch.compile(model, backend="fxshard", fullgraph=True, options={**options, "check_order": "error"})
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from micro_steps import collectives
+import torch.distributed as dist
+from micro_steps import collectives, mesh_of, set_flags
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -105,3 +107,47 @@ def test_parameters_that_exchange_their_storage_are_noticed(form: str) -> None:
     before, after = swapped(form)
     assert before[:, 0].tolist() == [1.0, 20.0]
     assert after[:, 0].tolist() == [2.0, 10.0]
+
+
+MAIN = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+
+def half() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).bfloat16()
+
+
+def main_gradients(form: str, shape: Sequence[int], script: Sequence[str]) -> tuple[bool, dict[str, Any]]:
+    """How the main gradients of a model in bf16 differ from fp32 sums of what ranks compute, over micro-batches."""
+    model: Any = fxshard.shard(half(), mesh_of(shape), mp_policy=MAIN, main_grads=True)
+    plain, step = half(), compiled(model, form)
+    expected = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
+    for number, flag in enumerate(script):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())).bfloat16()
+        set_flags(model, flag)
+        step(x).float().square().sum().backward()
+        plain.zero_grad()
+        plain(x).float().square().sum().backward()
+        for name, p in plain.named_parameters():
+            grad = p.grad.float()  # type: ignore[union-attr]
+            dist.all_reduce(grad)
+            expected[name] += grad / dist.get_world_size()
+    without = all(p.grad is None for p in model.parameters())
+    got = {name: p.main_grad for name, p in model.named_parameters()}
+    assert all(isinstance(g, fxshard.LayoutTensor) and g.dtype == torch.float32 for g in got.values())
+    off = {k: (full(got[k]) - want).abs().max() / want.abs().max() for k, want in expected.items()}  # type: ignore[operator]
+    return without, {k: v.item() for k, v in off.items()}
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(["sync", "sync"], marks=pytest.mark.slow), ["wait", "park", "sync"]], ids="-".join
+)
+@pytest.mark.parametrize(
+    ("form", "shape"), [("eager", (4,)), ("eager", (2, 2)), ("fx", (2, 2)), ("fx", (4, 1))], ids=str
+)
+def test_main_gradients_stay_in_the_reduce_dtype(
+    ranks4: RankPool, form: str, shape: Sequence[int], script: Sequence[str]
+) -> None:
+    for without_grad, differences in ranks4.run(main_gradients, form, shape, script):
+        assert without_grad
+        assert max(differences.values()) < 1e-6, differences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,22 @@ def test_overlapped_and_waited_for_at_once_are_equal_bit_for_bit(ranks4: RankPoo
     overlapped = answer(ranks4.run(train, "fx", (2, 2), STEPS))
     waited = answer(ranks4.run(train, "fx-waiting", (2, 2), STEPS))
     waited.compare(overlapped, tolerance=0)
+
+
+def one_form(form: str) -> Any:
+    return train(form, (2, 2), [["wait", "sync"], ["park", "sync"]], log=True)
+
+
+def test_all_reduces_alone_can_be_fused(ranks4: RankPool) -> None:
+    """One reduce-scatter a parameter, one all-reduce a bucket on a buffer of a multiple of 512 bytes: same numbers."""
+    fused, unfused, between = (answer(ranks4.run(one_form, f)) for f in ("fx", "fx-unfused", "fx-all-reduces"))
+    fused.compare(between)
+    unfused.compare(between)
+    reduced = Counter(op for op, _ in fused.logs[-1] if op != "all_gather")
+    per_parameter = Counter(op for op, _ in between.logs[-1] if op != "all_gather")
+    assert per_parameter["reduce_scatter"] > 2 * reduced["reduce_scatter"]
+    aligned = [elements for op, elements in between.logs[-1] if op == "all_reduce" and elements * 4 % 512 == 0]
+    assert len(aligned) == reduced["all_reduce"]
 
 
 def sent(log: Log, shards: int, replicas: int) -> int:
