@@ -9,7 +9,8 @@ A factor of two in a gradient is a difference of at least half of its largest en
 below twice the tolerance of the largest gradient of the step: 2e-5 in fp32, 2e-10 in the fifth of all models that are
 fp64. Gradients of fp64 models are above that or truly zero, which ``test_fuzz`` holds.
 
-Tolerances: 1e-5 in fp32, 1e-10 in fp64, 6e-2 where a layer computes in bf16 (2^-8 a rounding, over a few steps).
+Tolerances: 1e-5 in fp32, 1e-10 in fp64, 1e-1 where a layer computes in bf16 (2^-8 a rounding, over a few steps; the same
+models in fp32 are held to 1e-5).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from fuzz_spec import Spec
 from torch import Tensor
 
-TOLERANCES = {"bfloat16": 6e-2, "float32": 1e-5, "float64": 1e-10}
+TOLERANCES = {"bfloat16": 1e-1, "float32": 1e-5, "float64": 1e-10}
 
 
 def tolerance_of(spec: Spec) -> float:
