@@ -16,7 +16,7 @@ from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes as run_joint_graph_passes
-from torch._inductor.lowering import full, register_lowering
+from torch._inductor.lowering import fallback_handler, full, register_lowering
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
 from torch._inductor.utils import BoxedBool, is_collective, is_wait, sympy_product
 from torch._inductor.virtualized import V
@@ -69,15 +69,21 @@ def _after(node: BaseSchedulerNode, others: Sequence[BaseSchedulerNode]) -> None
         node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))
 
 
+_copy_concat = fallback_handler(torch.ops.fxshard.concat.default, add_to_fallback_set=False)
+
+
 @register_lowering(torch.ops.fxshard.concat.default, type_promotion_kind=None)
 def _lower_concat(pieces: Sequence[ir.TensorBox], offsets: Sequence[int], size: int) -> ir.TensorBox:
     """A buffer into which what computes each piece writes it, and zeros into the gaps. Checked: 2.13.
 
     Inductor's own concatenation does so for pieces that are neighbours along one dim; here each piece keeps its shape
     and is a view of the 1-D buffer at its offset. So a matmul's output is that view, and a pointwise kernel stores
-    there; only what another kernel allocates by itself (a convolution's backward) is copied.
+    there; only what another kernel allocates by itself (a convolution's backward) is copied. Inductor makes no kernels
+    for complex numbers, so those are copied all.
     """
     device, dtype = pieces[0].get_device_or_error(), pieces[0].get_dtype()
+    if dtype.is_complex:
+        return _copy_concat(pieces, offsets, size)
     buffer = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [size], [1]), inputs=[])
     box = ir.StorageBox(buffer)
     written = []

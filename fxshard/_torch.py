@@ -127,6 +127,13 @@ def placement_with_rows(placement: Shard, rows: Callable[[int], tuple[int, int]]
     return told
 
 
+def local_shape(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
+    """Of what this rank holds of a DTensor. Checked: 2.13."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return torch.Size(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
+
+
 def boxed_forward(gm: torch.fx.GraphModule) -> Any:
     """The graph as a function of one list, which it empties so that inputs are freed at their last use. Checked: 2.13.
 

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from fxshard import _torch
 from fxshard.cut import Cut, to_logical_form, to_storage_form
 
 c10d = torch.ops._c10d_functional
@@ -86,6 +88,23 @@ def gather_values(values: Tensor, mesh: DeviceMesh) -> Tensor:
     flat = values.to(_device_for_collectives(values, mesh)).contiguous().view(-1).view(torch.uint8)
     gathered = c10d.all_gather_into_tensor(flat, world, mesh.get_group(mesh.ndim - 1).group_name)
     return c10d.wait_tensor(gathered).view(values.dtype).view(world, *values.shape).to(values.device)
+
+
+def full_value(source: DTensor, mesh: DeviceMesh) -> Tensor | None:
+    """The full value of a DTensor that torch distributed, e.g. while it loads a state dict; None if its parts are not
+    those of ``torch.chunk``. Collective over the shard dim of ``mesh`` and over the source's mesh.
+
+    Torch copies placements from the tensors that it loads into: these may state a cut's rows, but ``distribute_tensor``
+    scatters in chunks all the same.
+    """
+    placements = [Shard(p.dim) if isinstance(p, Shard) else p for p in source.placements]
+    local = source.to_local()
+    chunk = _torch.local_shape(source.shape, source.device_mesh, placements)
+    fits = torch.tensor([local.shape == chunk], device=local.device)
+    if not bool(gather_values(fits, mesh).all()):
+        return None
+    shape, stride = source.shape, source.stride()
+    return DTensor.from_local(local, source.device_mesh, placements, shape=shape, stride=stride).full_tensor()
 
 
 def reduce_over(grad: Tensor, op: str, mesh: DeviceMesh, dim: int) -> Tensor:

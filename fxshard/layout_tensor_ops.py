@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard.cut import Cut
 from fxshard.layout_tensor import LayoutTensor, Rule, like_slab, refusal, wrap
-from fxshard.layout_tensor_comm import generator_of_first_rank
+from fxshard.layout_tensor_comm import full_value, generator_of_first_rank
 
 aten = torch.ops.aten
 
@@ -257,12 +257,19 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.copy_(y)``: ``y`` of equal cut, of one element, or plain and of the full shape (equal on all ranks)."""
+    """``x.copy_(y)``: ``y`` of equal cut, of one element, or of the full shape: plain and equal on all ranks, or a
+    DTensor, which is collective over its mesh."""
     target, source = args[0], args[1]
     if type(target) is not LayoutTensor:
         raise NotImplementedError(
             refusal(func, args, kwargs, because="a plain tensor would be written from one rank's rows")
         )
+    if isinstance(source, DTensor) and type(source) is not LayoutTensor and source.shape == target.shape:
+        value = full_value(source, target._cut.mesh)
+        if value is None:
+            because = "parts of the DTensor are not those of torch.chunk"
+            raise NotImplementedError(refusal(func, args, kwargs, because=because))
+        source = value
     if not isinstance(source, DTensor) and source.shape == target.shape:
         source = target._cut.own_part(source)
         target._local_tensor.copy_(source, *args[2:], **kwargs)

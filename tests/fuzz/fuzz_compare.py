@@ -9,8 +9,8 @@ A factor of two in a gradient is a difference of at least half of its largest en
 below twice the tolerance of the largest gradient of the step: 2e-5 in fp32, 2e-10 in the fifth of all models that are
 fp64. Gradients of fp64 models are above that or truly zero, which ``test_fuzz`` holds.
 
-Tolerances: 1e-5 in fp32, 1e-10 in fp64, 1e-1 where a layer computes in bf16 (2^-8 a rounding, over a few steps; the same
-models in fp32 are held to 1e-5).
+Tolerances: 1e-5 in fp32, 1e-10 in fp64, 1e-1 where a layer computes in bf16 (2^-8 a rounding, over a few steps; such
+models are held to 1e-5 where it does not).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import GPT2, tokens
 from ranks import fake_world, reset_dynamo
+from torch import nn
 
 import fxshard
 
@@ -195,3 +196,14 @@ def test_asked_to_copy_it_computes_gradients_elsewhere_and_says_what_that_copies
     weights = 4 * (2 * 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32) + 61 * 32)
     assert said["in place"].startswith("0 bytes copied around all-gathers, 0 around reductions; 0 cast; ")
     assert said["copy"].startswith(f"0 bytes copied around all-gathers, {weights} around reductions; 0 cast; ")
+
+
+def test_gradients_of_complex_parameters_are_copied_to_where_they_are_sent_from() -> None:
+    with fake_world(2):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(6, 5, dtype=torch.complex64))
+        model.bias = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        model.forward = lambda x: torch.view_as_real((x * model.weight).sum(0)[:3] + model.bias)  # type: ignore[method-assign, assignment]
+        fxshard.fully_shard(model)
+        torch.compile(model, backend="fxshard", options={"check_order": "error"})(torch.ones(6, 1)).sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.complex64}  # type: ignore[union-attr]
