@@ -55,6 +55,7 @@ class Window:
     differentiable: bool = False
     version: int = 0  # of the flat shard when it was gathered
     gathered_version: int = 0
+    in_backward: bool = False  # opened while a backward ran: what is recomputed is needed at once
     saved: bool = False  # autograd saved views of it
     part: Tensor | None = None  # see fxshard.kept_parts
     regathered: Tensor | None = None
@@ -62,6 +63,7 @@ class Window:
     def open(self) -> None:
         """Gather the bucket; collective over its shard group."""
         self.bucket.refresh()
+        self.in_backward = _torch.current_backward() != _torch.NO_BACKWARD
         self.differentiable = torch.is_grad_enabled() and self.bucket.requires_grad
         with _torch.outside_transforms():
             self.params = _Unshard.apply(self.bucket.flat, self)
@@ -99,8 +101,9 @@ class Window:
 
     @property
     def regathers(self) -> bool:
-        """Whether backward gathers again what forward gathered."""
-        return self.bucket.unit.reshard_after_forward and self.bucket.groups.gather is not None
+        """Whether backward gathers again what forward gathered; not what it gathered itself, to recompute."""
+        reshards = self.bucket.unit.reshard_after_forward and self.bucket.groups.gather is not None
+        return reshards and not self.in_backward
 
     def regather(self) -> Tensor:
         """The gathered buffer for backward. ``RuntimeError`` if the parameters were changed since forward."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard import comm
@@ -325,20 +326,26 @@ def test_an_order_of_use_is_learned_and_nothing_is_done_twice(ranks2: RankPool) 
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    """``reentrant``: of the checkpoints in which each layer runs, if not None."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x).tanh()
+            if self.reentrant is None:
+                x = layer(x).tanh()
+            else:
+                x = checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=self.reentrant)
         return x
 
 
-def order_of_gathers(prefetch: bool) -> tuple[list[str], list[Tensor]]:
+def order_of_gathers(prefetch: bool, reentrant: bool | None = None) -> tuple[list[str], list[Tensor]]:
     """Launches and waits of the second step, by layer, and the gradients."""
     torch.manual_seed(0)
-    model: Any = Deep()
+    model: Any = Deep(reentrant)
     for layer in model.layers:
         fxshard.fully_shard(layer, reshard_after_forward=True)
     fxshard.fully_shard(model)
@@ -363,7 +370,7 @@ def order_of_gathers(prefetch: bool) -> tuple[list[str], list[Tensor]]:
         for _ in range(2):
             said.clear()
             model.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4, requires_grad=reentrant is not None)).sum().backward()
     finally:
         comm.start_all_gather, comm.finish_all_gather = start, finish
     return said, [p.grad.full_tensor() for p in model.parameters()]
@@ -379,6 +386,16 @@ def test_units_that_are_named_are_gathered_ahead(ranks2: RankPool) -> None:
         forward = "launch 0, wait 0, launch 1, wait 1, launch 2, wait 2"
         backward = "launch 2, launch 1, wait 2, launch 0, wait 1, wait 0"
         assert said == f"{forward}, {backward}".split(", ")
+        assert all(torch.equal(a, b) for a, b in zip(grads, plain[1], strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_gathers_once_and_nothing_ahead(ranks2: RankPool, reentrant: bool) -> None:
+    plain = ranks2.run(order_of_gathers, False)[0]
+    for said, grads in ranks2.run(order_of_gathers, True, reentrant):
+        forward = ["launch 0", "wait 0", "launch 1", "wait 1", "launch 2", "wait 2"]
+        assert sorted(said[:6]) == sorted(forward)
+        assert said[6:] == ["launch 2", "wait 2", "launch 1", "wait 1", "launch 0", "wait 0"]
         assert all(torch.equal(a, b) for a, b in zip(grads, plain[1], strict=True))
 
 
