@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _HOST = "127.0.0.1"
+_PRELOAD = ["torch.distributed", "torch._dynamo", "torch.profiler", "fxshard._inductor", "fxshard.backend"]
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
@@ -115,8 +116,18 @@ def _attempt(fn: Callable[[], Any]) -> bytes:
         return _encode(_Answer(False, traceback.format_exc()))
 
 
-def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Connection, stacks: str) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    connection: Connection,
+    stacks: str,
+    environment: dict[str, str],
+) -> None:
     """Main of a worker: set the group up, say so, then run jobs until the pipe closes."""
+    os.environ.clear()  # the fork server's, from when it started
+    os.environ.update(environment)
     _dump_stacks_on_signal(stacks)
     torch.set_num_threads(1)
 
@@ -147,7 +158,9 @@ def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Co
 
 
 class RankPool:
-    """`world_size` spawned processes with one gloo default group, started at the first `run` and reused by later ones.
+    """`world_size` processes with one gloo default group, started at the first `run` and reused by later ones.
+
+    They are forked from a server that has imported torch and fxshard and does nothing else.
 
     Each worker has one thread, no GPU and no launch environment (`WORLD_SIZE` and the like are unset). Any failed run
     tears the pool down, since a group that a peer left half way cannot be trusted; the next run starts a fresh one.
@@ -192,7 +205,8 @@ class RankPool:
         # The parent serves the store on a port that the system picks: no race for a free one.
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self._resources.callback(lambda store: None, store)
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
         saved = dict(os.environ)
         environment = _apply(saved, {**dict.fromkeys(_LAUNCH), **_worker_env()})
         try:
@@ -203,7 +217,7 @@ class RankPool:
                 stacks = Path(folder, f"rank{rank}.stacks")
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_size, store.port, self.group_timeout, theirs, str(stacks)),
+                    args=(rank, self.world_size, store.port, self.group_timeout, theirs, str(stacks), environment),
                     name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
