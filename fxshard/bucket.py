@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fxshard import registry
 from fxshard.cut import Cut
@@ -395,55 +395,3 @@ class ParamBucket:
         for slot, original in zip(slots, self.slots, strict=True):
             slot.owners += copy.deepcopy(original.owners, memo)
         return twin
-
-
-def make_bucket(
-    params: Sequence[nn.Parameter],
-    owners: Sequence[list[tuple[nn.Module, str]]],
-    cuts: Sequence[Cut],
-    dtypes: BucketDtypes,
-    groups: MeshGroups,
-    policy: MixedPrecisionPolicy,
-    device: torch.device,
-    offload: OffloadPolicy,
-) -> ParamBucket:
-    """Copy this rank's rows of ``params`` (full values, equal on all ranks) into a new flat shard; no collective.
-
-    Gaps and padding are zeros: they travel through collectives and must not carry NaN.
-    """
-    layout = cuts[0].layout
-    length = layout.rank_size(cuts[0].shard_rank)
-    offloads = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
-    computes, device = device, torch.device("cpu") if offloads else device
-    device = torch.device("meta") if params[0].is_meta else device
-    trainable = params[0].requires_grad
-    values = torch.zeros(length, dtype=dtypes.storage, device=device)
-    if offloads and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and not values.is_meta:
-        values = values.pin_memory()
-    flat = nn.Parameter(values, requires_grad=trainable)
-    slots = [ParamSlot(p, c, o) for p, c, o in zip(params, cuts, owners, strict=True)]
-    bucket = ParamBucket(slots, layout, dtypes, groups, policy, flat, computes if offloads else None)
-    data = flat.detach()
-    for i, (slot, full) in enumerate(zip(slots, params, strict=True)):
-        slab = bucket.slab(data, i)
-        first = slot.cut.rows(slot.cut.shard_rank)[0]
-        if not full.is_meta and slab.numel():
-            stored = full.detach().movedim(slot.cut.dim, 0)
-            slab.copy_(stored[first : first + slab.shape[0]])
-        slot.param = nn.Parameter(LayoutTensor.from_local_slab(slab, slot.cut), requires_grad=trainable)
-        _take_over(slot.param, full, slot.cut)
-        ParamLink.set(slot.param, bucket)
-    bucket.follow_requires_grad()
-    return bucket
-
-
-def _take_over(param: nn.Parameter, full: nn.Parameter, cut: Cut) -> None:
-    """What users put on a parameter: attributes, hooks, a gradient."""
-    param.__dict__.update(full.__dict__)
-    for hook in (full._backward_hooks or {}).values():
-        param.register_hook(hook)
-    for hook in (getattr(full, "_post_accumulate_grad_hooks", None) or {}).values():
-        param.register_post_accumulate_grad_hook(hook)
-    if full.grad is not None:
-        rows = full.grad.to_dense() if full.grad.is_sparse else full.grad
-        param.grad = LayoutTensor.from_local_slab(cut.own_part(rows).movedim(cut.dim, 0).clone(), cut)

@@ -69,6 +69,8 @@ class Scope:
         """The full parameter ``index`` of the bucket; collective unless its window is open."""
         window = self.windows.get(bucket)
         if window is None or not window.serves:
+            if window is not None:
+                self._close(window)
             window = self._held(bucket) if bucket in self.held else self._open(bucket)
             if self.depth > 0 or bucket not in self.held:
                 self.windows[bucket] = window
