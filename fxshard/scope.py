@@ -122,13 +122,20 @@ class Scope:
         """Forget what a forward or backward that raised left behind."""
         self.windows.clear()
         self.parts = KeptParts()
+        self._forget_backward()
+        self._running.clear()
+        self.depth = 0
+        self._phases[False].clear()
+
+    def _forget_backward(self) -> None:
+        """Drop what is left of a backward: gathered buffers and, if it raised, what it was about to reduce."""
         self.in_flight.drop()
         self._segments.clear()
+        for window in self._regathered:
+            window.regathered = None
         self._regathered.clear()
-        self._running.clear()
-        self.depth, self._backward = 0, _torch.NO_BACKWARD
-        for phases in self._phases.values():
-            phases.clear()
+        self._phases[True].clear()
+        self._backward = _torch.NO_BACKWARD
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -141,6 +148,7 @@ class Scope:
         outermost = self.depth == 0
         in_backward = _torch.current_backward() != _torch.NO_BACKWARD
         if outermost and not in_backward:
+            self.await_backward()
             self._piece = 0
             self.parts.drop_stale()
             self.records = torch.is_grad_enabled()
@@ -205,6 +213,9 @@ class Scope:
         running = _torch.current_backward()
         if running == self._backward:
             return
+        if running == _torch.NO_BACKWARD:  # the last one raised
+            self._forget_backward()
+            return
         # A backward in a backward (reentrant checkpointing) cuts the outer one into pieces, each agreed on by itself.
         self._end_piece()
         self._backward = running
@@ -242,10 +253,7 @@ class Scope:
     @_torch.outside_dynamo
     def _end_backward(self) -> None:
         self._end_piece()
-        self._backward = _torch.NO_BACKWARD
-        for window in self._regathered:
-            window.regathered = None
-        self._regathered.clear()
+        self._forget_backward()
         self.ahead.drop()
         if self.depth == 0:
             self._close_all()

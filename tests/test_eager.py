@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from training import compiled
 
 import fxshard
 from fxshard import comm
@@ -173,6 +174,51 @@ def leftovers() -> tuple[int, int, int]:
 
 def test_nothing_gathered_or_unreduced_stays_after_a_step(ranks2: RankPool) -> None:
     assert ranks2.run(leftovers) == [(0, 0, 0)] * 2
+
+
+class Stumble(torch.autograd.Function):
+    """Raises in backward if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, told: list[bool]) -> Tensor:
+        ctx.told = told
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.told[0]:
+            raise ValueError("stumbled")
+        return grad, None
+
+
+def after_a_stumble(form: str, shape: Sequence[int]) -> list[Tensor]:
+    """Gradients of a step after one whose backward raised half way on every rank."""
+    torch.manual_seed(0)
+    first, second = (fxshard.fully_shard(nn.Linear(6, 6), mesh=init_device_mesh("cpu", shape)) for _ in range(2))
+    run_first, run_second = compiled(first, form), compiled(second, form)
+    told = [True]
+    for fails in (True, False):
+        told[0] = fails
+        out = run_second(Stumble.apply(run_first(torch.ones(2, 6)), told))
+        try:
+            out.square().sum().backward()
+        except ValueError:
+            for module in (first, second):
+                module.zero_grad()
+    return [p.grad.full_tensor() for module in (first, second) for p in module.parameters()]
+
+
+@pytest.mark.parametrize("form", ["eager", "fx"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_a_backward_that_raised_leaves_nothing_to_the_next_step(
+    ranks4: RankPool, form: str, shape: Sequence[int]
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    plain(torch.ones(2, 6)).square().sum().backward()
+    for grads in ranks4.run(after_a_stumble, form, shape):
+        for got, p in zip(grads, plain.parameters(), strict=True):
+            torch.testing.assert_close(got, p.grad)
 
 
 def unsharded_for_a_while() -> tuple[list[bool], bool]:
