@@ -177,3 +177,11 @@ def switched(form: str) -> list[int]:
 def test_what_is_kept_can_be_changed_between_steps(ranks4: RankPool, form: str) -> None:
     for sent in ranks4.run(switched, form):
         assert sent == [[16, 32], [16, 16], [16]]
+
+
+def test_a_rank_that_kept_no_part_says_so(fake_world: Any) -> None:
+    with fake_world(4):
+        model: Any = fxshard.fully_shard(nn.Linear(8, 8), **IN_PAIRS)
+        [bucket] = model._fxshard_unit.buckets
+        with pytest.raises(RuntimeError, match="from parts that 2 ranks kept of it, but this rank has not run its"):
+            model._fxshard_unit.scope.parts.part(bucket)
