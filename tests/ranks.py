@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _HOST = "127.0.0.1"
-_PRELOAD = ["torch.distributed", "torch._dynamo", "torch.profiler", "fxshard._inductor", "fxshard.backend"]
+_PRELOAD = ["torch.distributed", "torch._dynamo", "fxshard._inductor", "fxshard.backend"]
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 

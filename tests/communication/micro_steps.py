@@ -7,11 +7,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 from training import compiled, full
 
 import fxshard
@@ -75,15 +75,26 @@ class Trained:
 
 @contextmanager
 def collectives() -> Iterator[Log]:
-    """What this process launches on gloo through functional collectives: (op, elements of its input), in order."""
+    """What this process launches through functional collectives: (op, elements of its input), in order.
+
+    Calls of ops are watched, not a profile: torch's profiler corrupts memory when it stops near work of gloo's threads.
+    """
     log: Log = []
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            space, _, op = str(getattr(self, "_qualified_op_name", "") or self._schema.name).partition("::")
+            op = op.removesuffix("_out").removesuffix("_")
+            if space == "_c10d_functional" and op in OPS and type(args[0]) in (Tensor, nn.Parameter):  # no fake one
+                log.append((OPS[op], args[0].numel()))
+            return call(self, *args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch._ops.OpOverload, torch._ops.OpOverloadPacket):
+            patch.setattr(kind, "__call__", watched(kind.__call__))
         yield log
-    for event in sorted(trace.events(), key=lambda e: e.time_range.start):
-        space, _, op = event.name.partition("::")
-        op = op.removesuffix("_out").removesuffix("_")
-        if space == "_c10d_functional" and op in OPS:
-            log.append((OPS[op], torch.Size(event.input_shapes[0]).numel()))
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
