@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 from broken_graphs import layers
+from models import Llama, tokens
 from pass_graphs import BF16, Sketch, backward, finished, forward, param, sharded
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
+import fxshard
+from fxshard import capture
+from fxshard.inspect import schedule
+from fxshard.inspect.record import Recorder
+from fxshard.inspect.schedule import Step
 from fxshard.passes.liveness import aliases, lifetimes, peak_bytes
 from fxshard.passes.rewrite import call
 from fxshard.passes.schedule_overlap import WAIT
+from fxshard.plan import Plan
 
 SIZE = 24 * 4
 """Bytes of the gathered buffer of one of `layers`: 4×4 and 4 elements, and 4 of padding."""
@@ -79,6 +87,26 @@ def test_replicas_are_summed_while_the_next_unit_is_reduced(fake_world: Any) -> 
         gm, plan = finished(g.output(*(g.reduce(g.mm(g.x, g.x), name, 0) for name in "cba")), "backward")
     scattered, summed = SIZE + SIZE // 2, SIZE // 2 + SIZE // 2
     assert peak_bytes(gm.graph, plan) == (0, scattered + summed)
+
+
+def test_a_transformer_needs_two_layers_gathered_and_one_of_each_reduction_in_flight(
+    fake_world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: dict[str, tuple[int, int]] = {}
+
+    def steps_of(graph: fx.Graph, plan: Plan) -> list[Step]:
+        peaks[plan.kind] = peak_bytes(graph, plan)
+        return schedule.steps_of(graph, plan)
+
+    monkeypatch.setattr(capture, "steps_of", steps_of)
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = fxshard.shard(Llama(width=24, blocks=5, heads=6, kv_heads=3, hidden=40, vocab=16), mesh)
+        recorder = Recorder({"codegen": "eager"})
+        torch.compile(model, backend=recorder, fullgraph=True)(tokens(1, 8, vocab=16)).sum().backward()
+    [layer] = {b.layout.size * 4 for block in model.layers for b in block._fxshard_unit.buckets}  # type: ignore[union-attr]
+    scattered, summed = layer + layer // 4, layer // 4 + layer // 4
+    assert peaks == {"forward": (2 * layer, 0), "backward": (2 * layer, scattered + summed)}
 
 
 def test_collectives_of_the_users_model_are_not_counted(two_ranks: None) -> None:
