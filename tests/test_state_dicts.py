@@ -106,7 +106,7 @@ def through_torch(replicated: bool, full: bool, from_rank_0: bool) -> list[bool]
     return same
 
 
-@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("replicated", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("full", "from_rank_0"), [(False, False), (True, False), (True, True)])
 def test_torchs_own_functions_read_and_load_models_and_optimizers(
     ranks4: Any, replicated: bool, full: bool, from_rank_0: bool

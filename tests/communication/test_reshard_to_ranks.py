@@ -126,7 +126,7 @@ def prefetch(model: Any) -> None:
     ("make", "form", "prepare"),
     [
         (Routed, "eager", None),
-        (partial(Recomputed, False), "eager", None),
+        pytest.param(partial(Recomputed, False), "eager", None, marks=pytest.mark.slow),
         (partial(Recomputed, True), "eager", None),
         (partial(Recomputed, False), "fx", None),
         (Net, "eager", None),
@@ -154,7 +154,7 @@ def half_precision(form: str) -> bool:
     return all(torch.equal(want[k], got[k]) for k in want)
 
 
-@pytest.mark.parametrize("form", ("eager", "fx"))
+@pytest.mark.parametrize("form", (pytest.param("eager", marks=pytest.mark.slow), "fx"))
 def test_in_half_precision(ranks4: RankPool, form: str) -> None:
     assert all(ranks4.run(half_precision, form))
 
