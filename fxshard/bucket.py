@@ -213,7 +213,7 @@ class ParamBucket:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of a grad segment."""
+        """Of a grad segment, and so of what stages "all" and "main" of a reduction give."""
         return self.dtypes.reduce if self.unit.main_grads else self.dtypes.storage
 
     def give(self, segment: Tensor, ids: Iterable[int]) -> None:

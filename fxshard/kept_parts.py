@@ -28,7 +28,8 @@ class KeptParts:
         """This rank's part of ``gathered``, for as long as the caller holds it."""
         part = self.current(bucket)
         if part is None:
-            part = take_part(bucket, gathered)
+            assert bucket.kept_part is not None
+            part = bucket.kept_part.take(gathered)
             self._parts[bucket] = weakref.ref(part), bucket.flat._version
         return part
 
@@ -57,10 +58,3 @@ class KeptParts:
         """This rank's part if it kept one of today's values."""
         ref, version = self._parts.get(bucket, (None, -1))
         return None if ref is None or version != bucket.flat._version else ref()
-
-
-def take_part(bucket: ParamBucket, gathered: Tensor) -> Tensor:
-    """A copy of this rank's part of a gathered buffer: 1-D, layout size / ``kept_part.size`` elements, its dtype."""
-    kept = bucket.kept_part
-    assert kept is not None
-    return gathered.view(kept.size, -1)[kept.rank].clone()

@@ -52,6 +52,10 @@ class MeshPart:
     rank: int
     group: str
 
+    def take(self, gathered: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's part of a gathered buffer: 1-D, one of ``size`` equal parts, its dtype."""
+        return gathered.view(self.size, -1)[self.rank].clone()
+
 
 def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     """The mesh to shard over: the given one, the 1-D mesh of the whole world, or a mesh of this process alone.

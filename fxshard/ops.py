@@ -93,7 +93,7 @@ def reduce_grad(grad: Tensor, bucket: str, index: int, stage: str = "all", scale
     if stage == "shard":
         return share
     share = comm.all_reduce(share, b.groups, b.reduction)
-    return share.to(b.flat.device, b.dtypes.storage if stage == "all" else b.dtypes.reduce)
+    return share.to(b.flat.device, b.grad_dtype)
 
 
 def _scattered(grad: Tensor, b: ParamBucket, index: int, scale: Tensor | None) -> Tensor:
@@ -117,8 +117,7 @@ def _scattered(grad: Tensor, b: ParamBucket, index: int, scale: Tensor | None) -
 def _(grad: Tensor, bucket: str, index: int, stage: str = "all", scale: Tensor | None = None) -> Tensor:
     b = lookup(bucket)
     if stage in ("all", "main"):
-        dtype = b.dtypes.storage if stage == "all" else b.dtypes.reduce
-        return grad.new_empty(b.segment_size, dtype=dtype, device=b.flat.device)
+        return grad.new_empty(b.segment_size, dtype=b.grad_dtype, device=b.flat.device)
     return grad.new_empty(b.segment_size if stage == "shard" else b.layout.size, dtype=b.dtypes.reduce)
 
 
@@ -154,7 +153,7 @@ gather_param.register_autograd(_backward, setup_context=_setup_context)
 def keep_part(flat_shard: Tensor, bucket: str, ranks: int) -> Tensor:
     b = lookup(bucket)
     gathered = comm.all_gather(flat_shard.to(b.device, b.dtypes.gather), b.groups)
-    return _part(gathered, b, ranks).clone()
+    return part_of(b.mesh, ranks).take(gathered)
 
 
 @keep_part.register_fake
@@ -166,9 +165,7 @@ def _(flat_shard: Tensor, bucket: str, ranks: int) -> Tensor:
 @torch.library.custom_op("fxshard::gather_part", mutates_args=())
 def gather_part(part: Tensor, bucket: str, index: int, ranks: int) -> Tensor:
     b = lookup(bucket)
-    gathered = comm.gather_parts(part, part_of(b.mesh, ranks))
-    r = b.layout.get_tensor_range(index)
-    return b.slots[index].full_view(gathered[r.start : r.end].clone())
+    return _full(comm.gather_parts(part, part_of(b.mesh, ranks)), b, index)
 
 
 @gather_part.register_fake
@@ -179,7 +176,7 @@ def _(part: Tensor, bucket: str, index: int, ranks: int) -> Tensor:
 
 @torch.library.custom_op("fxshard::take_part", mutates_args=())
 def take_part(gathered: Tensor, bucket: str, ranks: int) -> Tensor:
-    return _part(gathered, lookup(bucket), ranks).clone()
+    return part_of(lookup(bucket).mesh, ranks).take(gathered)
 
 
 @take_part.register_fake
@@ -187,15 +184,14 @@ def _(gathered: Tensor, bucket: str, ranks: int) -> Tensor:
     return gathered.new_empty(gathered.numel() // ranks)
 
 
-def _part(gathered: Tensor, bucket: ParamBucket, ranks: int) -> Tensor:
-    return gathered.view(ranks, -1)[part_of(bucket.mesh, ranks).rank]
-
-
 @torch.library.custom_op("fxshard::param_view", mutates_args=())
 def param_view(gathered: Tensor, bucket: str, index: int) -> Tensor:
-    b = lookup(bucket)
+    return _full(gathered, lookup(bucket), index)
+
+
+def _full(gathered: Tensor, b: ParamBucket, index: int) -> Tensor:
+    """A copy of a full parameter: a custom op may not return an alias; the graph op that replaces these is a view."""
     r = b.layout.get_tensor_range(index)
-    # A custom op may not return an alias; the graph op that replaces this one is a view.
     return b.slots[index].full_view(gathered[r.start : r.end].clone())
 
 

@@ -61,9 +61,7 @@ def run(gm: fx.GraphModule, plan: Plan, buckets: Buckets) -> PassResult:
 
 def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     bucket = buckets.by_name[name]
-    sums = sums_of(graph, bucket)
-    tops = [n for n in sums if any(user not in sums for user in n.users)]
-    ways = {(stage_of(n), scale_of(n)) for n in sums if n.target is REDUCE}
+    sums, tops, ways = sums_of(graph, bucket)
     if len(tops) != 1 or len(ways) != 1:
         because = "its parameters' shares are used by something else than one sum of them all"
         if len(ways) != 1:
@@ -89,14 +87,18 @@ def _merge(graph: fx.Graph, buckets: Buckets, name: str) -> Refusal | None:
     return None
 
 
-def sums_of(graph: fx.Graph, bucket: ParamBucket) -> dict[fx.Node, None]:
-    """The bucket's shares and every sum of nothing else, in graph order."""
+def sums_of(
+    graph: fx.Graph, bucket: ParamBucket
+) -> tuple[dict[fx.Node, None], list[fx.Node], set[tuple[Stage, fx.Node | None]]]:
+    """The bucket's shares and every sum of nothing else, in graph order; those of them that anything else uses; and how
+    shares are reduced: (stage, scale)."""
     sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
         is_share = node.target is REDUCE and lookup(key_of(node)) is bucket
         if is_share or (node.target is ADD and not node.kwargs and all(arg in sums for arg in node.args)):
             sums[node] = None
-    return sums
+    tops = [n for n in sums if any(user not in sums for user in n.users)]
+    return sums, tops, {(stage_of(n), scale_of(n)) for n in sums if n.target is REDUCE}
 
 
 def _added_up(total: fx.Node, sums: Iterable[fx.Node]) -> list[fx.Node]:
@@ -138,8 +140,8 @@ class _Chain:
         if groups.replicate is not None:
             node = self._collective(node, _c10d.all_reduce.default, rule.op, groups.replicate)
         node = self._divide(node, rule.after_replicate)
-        if stage == "all" and self.bucket.dtypes.storage != self.bucket.dtypes.reduce:
-            node = mark(self.name, convert(self.graph, node, self.bucket.dtypes.storage))
+        if self.bucket.grad_dtype != self.bucket.dtypes.reduce:
+            node = mark(self.name, convert(self.graph, node, self.bucket.grad_dtype))
         if self.bucket.offloaded_from is not None:
             node = self._call(_aten._to_copy.default, node, device=self.bucket.flat.device)
         return node

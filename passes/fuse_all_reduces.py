@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from fxshard.bucket import ParamBucket
-from fxshard.facts import ADD, REDUCE, Buckets, index_of, key_of, scale_of, source_of, stage_of
+from fxshard.facts import ADD, REDUCE, Buckets, index_of, key_of, source_of
 from fxshard.passes.bucket_reduce_scatter import sums_of
 from fxshard.passes.rewrite import call, convert, fake_of, mark, move_before
 
@@ -41,9 +41,7 @@ def run(gm: fx.GraphModule) -> PassResult:
 
 
 def _fuse(graph: fx.Graph, bucket: ParamBucket, name: str) -> bool:
-    sums = sums_of(graph, bucket)
-    tops = [n for n in sums if any(user not in sums for user in n.users)]
-    ways = {(stage_of(n), scale_of(n)) for n in sums if n.target is REDUCE}
+    sums, tops, ways = sums_of(graph, bucket)
     if bucket.groups.replicate is None or bucket.dtypes.reduce.is_complex or len(tops) != 1 or len(ways) != 1:
         return False
     [(stage, scale)] = ways
@@ -58,7 +56,7 @@ def _fuse(graph: fx.Graph, bucket: ParamBucket, name: str) -> bool:
             else:
                 new[node] = call(graph, ADD, *(new[arg] for arg in node.args))  # type: ignore[index]
     with graph.inserting_before(tops[0]):
-        total, chain = _all_reduce(graph, new[tops[0]], bucket, name, main=stage == "main")
+        total, chain = _all_reduce(graph, new[tops[0]], bucket, name)
     tops[0].replace_all_uses_with(total)
     for node in reversed(sums):
         graph.erase_node(node)
@@ -67,7 +65,7 @@ def _fuse(graph: fx.Graph, bucket: ParamBucket, name: str) -> bool:
 
 
 def _all_reduce(
-    graph: fx.Graph, segment: fx.Node, bucket: ParamBucket, name: str, *, main: bool
+    graph: fx.Graph, segment: fx.Node, bucket: ParamBucket, name: str
 ) -> tuple[fx.Node, list[fx.Node]]:
     """What comes of a segment, and the nodes from the wait on."""
     groups, rule = bucket.groups, bucket.reduction
@@ -80,8 +78,7 @@ def _all_reduce(
         chain.append(call(graph, _aten.slice.Tensor, chain[-1], 0, 0, size))
     if rule.after_replicate != 1:
         chain.append(call(graph, _aten.div.Tensor, chain[-1], rule.after_replicate))
-    dtype = bucket.dtypes.reduce if main else bucket.dtypes.storage
-    if (last := convert(graph, chain[-1], dtype)) is not chain[-1]:
+    if (last := convert(graph, chain[-1], bucket.grad_dtype)) is not chain[-1]:
         chain.append(last)
     if bucket.offloaded_from is not None:
         chain.append(call(graph, _aten._to_copy.default, chain[-1], device=bucket.flat.device))

@@ -11,3 +11,10 @@ def two_ranks(fake_world: Callable[..., AbstractContextManager[None]]) -> Iterat
     """This process is rank 0 of two for the test; collectives move nothing."""
     with fake_world(2):
         yield
+
+
+@pytest.fixture
+def four_ranks(fake_world: Callable[..., AbstractContextManager[None]]) -> Iterator[None]:
+    """The same of four."""
+    with fake_world(4):
+        yield

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,11 +15,7 @@ from fxshard.passes import fuse_all_reduces
 from fxshard.passes.rewrite import fake_of
 from fxshard.passes.verify import verify
 
-
-@pytest.fixture(autouse=True)
-def four_ranks(fake_world: Callable[..., AbstractContextManager[None]]) -> Iterator[None]:
-    with fake_world(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 def hybrid(policy: Any = None, **units: Any) -> dict[str, ParamBucket]:

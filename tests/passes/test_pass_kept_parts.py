@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-
 import pytest
 import torch
 from pass_graphs import BF16, Sketch, finished, param, planned, sharded, text
@@ -20,10 +17,7 @@ from fxshard.plan import Plan
 RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
-@pytest.fixture(autouse=True)
-def four_ranks(fake_world: Callable[..., AbstractContextManager[None]]) -> Iterator[None]:
-    with fake_world(4):
-        yield
+pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 def pair() -> dict[str, ParamBucket]:
